@@ -1,0 +1,21 @@
+"""The one exception family that users see: a sentence that names the thing and the fix."""
+
+
+class NybbleError(ValueError):
+    """A problem that the user can mend; the command line prints its message alone and exits with status 1."""
+
+
+class RecipeError(NybbleError):
+    """A recipe that is malformed, or a rule of it that matches nothing."""
+
+
+class DataError(NybbleError):
+    """A corpus, shard or tokeniser that is missing, corrupt or does not fit the model."""
+
+
+class CheckpointError(NybbleError):
+    """A checkpoint that is missing, corrupt, incomplete or does not fit the model."""
+
+
+class NonFiniteError(NybbleError):
+    """A NaN or an infinity met in training; the message names the layer and the step."""
