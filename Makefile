@@ -1,0 +1,31 @@
+# Two commands for a newcomer: `make demo` and `make test`. Both build .venv on their first run.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+
+.PHONY: demo test lint install clean
+
+install: $(STAMP)
+
+$(STAMP): pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev]"
+	touch $@
+
+demo: $(STAMP)
+	$(BIN)/nybble prepare sotu --out data/sotu --vocab-size 4096
+	$(BIN)/nybble pretrain tiny --recipe inkling --data data/sotu --out runs/demo --overwrite
+	$(BIN)/nybble sample runs/demo --prompt "The state of the Union is"
+	@echo "loss curve: runs/demo/plots/loss.png    precision table: runs/demo/precision.txt"
+
+lint: $(STAMP)
+	$(BIN)/ruff check src tests benchmarks
+	$(BIN)/ruff format --check src tests benchmarks
+	$(BIN)/mypy
+
+test: lint
+	$(BIN)/python -m pytest -q
+
+clean:
+	rm -rf $(VENV) runs data dist build
