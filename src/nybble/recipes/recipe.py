@@ -1,0 +1,88 @@
+"""A recipe: an ordered list of rules and the few options that belong to no single layer."""
+
+import hashlib
+from dataclasses import dataclass, field
+from typing import Any
+
+import tomli_w
+
+from nybble.formats import table as formats
+from nybble.recipes.operand import Operand
+from nybble.recipes.rule import Rule
+
+OPTIONS: dict[str, dict[str, tuple[str, ...]]] = {
+    "masters": {"dtype": ("fp32", "bf16")},
+    "experts": {"keep": ("recompute", "activations")},
+    "weights": {"cache": ("auto", "values", "codes", "none")},
+    "blocks": {"tails": ("error", "allow")},
+}
+"""Tables of single options; the first choice is the default."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """Which operand of which GEMM of which module is in which format."""
+
+    name: str
+    description: str = ""
+    rules: tuple[Rule, ...] = ()
+    """Last match wins, operand by operand; what no rule names is BF16."""
+    allow: tuple[str, ...] = ()
+    """Globs of protected modules (head, router) that rules may quantise all the same."""
+    masters: str = "fp32"
+    """dtype of the parameters that the optimiser updates."""
+    keep: str = "recompute"
+    """What experts keep of their activations: "recompute" keeps codes only, "activations" the gate and up outputs too."""
+    cache: str = "auto"
+    """What is kept of quantised weights over micro-batches: operand values, codes, nothing, or by size ("auto")."""
+    tails: str = "error"
+    """Whether a feature axis may end in a block that is not full."""
+    source: str = field(default="", compare=False)
+    """Where it was read from, for messages; not part of its identity."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """The recipe as TOML data; `load_recipe(recipe.to_dict())` gives an equal one."""
+        out: dict[str, Any] = {"name": self.name, "description": self.description, **self._content()}
+        return {key: value for key, value in out.items() if value not in ("", [])}
+
+    def to_toml(self) -> str:
+        """The recipe as TOML text, to be saved beside a run."""
+        return tomli_w.dumps(self.to_dict())
+
+    def hash(self) -> str:
+        """12 hex digits that are equal when the rules and options are: name and description do not count."""
+        return hashlib.sha256(tomli_w.dumps(self._content()).encode()).hexdigest()[:12]
+
+    def _content(self) -> dict[str, Any]:
+        return {
+            "allow": list(self.allow),
+            "masters": {"dtype": self.masters},
+            "experts": {"keep": self.keep},
+            "weights": {"cache": self.cache},
+            "blocks": {"tails": self.tails},
+            "rule": [_rule(rule) for rule in self.rules],
+        }
+
+
+def _rule(rule: Rule) -> dict[str, Any]:
+    out: dict[str, Any] = {"modules": list(rule.modules)}
+    if rule.kind:
+        out["kind"] = rule.kind
+    if rule.layers:
+        key = rule.layers.edge + ("" if rule.layers.fraction is None else "_fraction")
+        out["layers"] = {key: rule.layers.count if rule.layers.fraction is None else str(rule.layers.fraction)}
+    if rule.optional:
+        out["optional"] = True
+    if rule.hint:
+        out["hint"] = rule.hint
+    for role, value in rule.operands:
+        gemm, name = role.split(".")
+        out.setdefault(gemm, {})[name] = _operand(value)
+    return out
+
+
+def _operand(value: Operand) -> dict[str, str]:
+    out = {"format": value.format, "rounding": value.rounding, "source": value.source}
+    if formats.get(value.format).two_level:
+        out["outer"] = value.outer
+    return out
