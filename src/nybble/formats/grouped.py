@@ -1,0 +1,71 @@
+"""Tokens that are sorted by expert: where each group's blocks lie.
+
+`offs` int32 [G] holds the cumulative ends of the groups, as for torch's grouped_mm. Rows at or beyond offs[-1] belong to
+no group: they count as zeros. Along axis -2 (over tokens) a block never spans two groups: group g starts at column
+block * sum over h < g of ceil(T_h / block) of the stored [C, P], P = block * (T // block + G), which bounds every split
+of T tokens, so that shapes do not depend on data. Padding has code 0 and scale 0. An empty group takes no block.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nybble.formats.blocks import capacity
+from nybble.formats.table import Format
+
+
+def group_of_rows(offs: Tensor, tokens: int) -> Tensor:
+    """int64 [T]: the group of each row, G for rows of none."""
+    index = torch.arange(tokens, device=offs.device, dtype=offs.dtype)
+    return torch.searchsorted(offs.contiguous(), index, right=True)
+
+
+def zero_outside(x: Tensor, offs: Tensor) -> Tensor:
+    """x [T, C] with the rows of no group set to zero."""
+    inside = group_of_rows(offs, x.shape[0]) < offs.shape[0]
+    return torch.where(inside[:, None], x, torch.zeros((), dtype=x.dtype, device=x.device))
+
+
+@dataclass(frozen=True, eq=False)
+class Packing:
+    """Where the rows of a grouped [T, C] lie along the stored axis."""
+
+    size: int
+    """P."""
+    column: Tensor
+    """int64 [T]: the stored column of each row; P for rows of no group."""
+    group: Tensor
+    """int64 [P]: the group of each stored column; G where there is none."""
+    used: Tensor
+    """bool [P]: whether the column lies in a block of some group (short blocks are used whole)."""
+
+
+def packing(fmt: Format, offs: Tensor, tokens: int) -> Packing:
+    """The layout of groups that end at `offs` over `tokens` rows."""
+    block = fmt.block_cols or 1
+    groups = offs.shape[0]
+    size = capacity(fmt, tokens, groups)
+    ends = offs.to(torch.int64)
+    starts = torch.cat([ends.new_zeros(1), ends])[:groups]
+    padded_ends = torch.cumsum((ends - starts + block - 1) // block * block, 0)
+    padded_starts = torch.cat([ends.new_zeros(1), padded_ends])[:groups]
+    rows = group_of_rows(offs, tokens)
+    shift = torch.cat([padded_starts - starts, ends.new_zeros(1)])
+    index = torch.arange(tokens, device=offs.device)
+    column = torch.where(rows < groups, index + shift[rows], size)
+    group = torch.searchsorted(padded_ends, torch.arange(size, device=offs.device), right=True)
+    return Packing(size=size, column=column, group=group, used=group < groups)
+
+
+def pack_columns(x: Tensor, where: Packing) -> Tensor:
+    """[T, C] to the stored [C, P]; padding is zero."""
+    out = x.new_zeros(where.size + 1, x.shape[1])
+    out[where.column] = x
+    return out[: where.size].t()
+
+
+def unpack_columns(stored: Tensor, where: Packing) -> Tensor:
+    """[C, P] to [T, C]; rows of no group are zero."""
+    padded = torch.cat([stored, stored.new_zeros(stored.shape[0], 1)], dim=1)
+    return padded[:, where.column].t()

@@ -1,0 +1,309 @@
+"""The specification of every quantiser in plain torch: slow, exact, and the oracle of every kernel's tests.
+
+Per block, all in FP32, amax_b the largest magnitude, S_enc the outer scale (see `outer.py`), e4m3() nearest:
+
+NVFP4, bit for bit as TransformerEngine (arXiv 2509.25149)::
+
+    sf = e4m3(min(amax_b * (S_enc * (1/6)), FLT_MAX, 448));  code = e2m1(clamp(x * m, +-6))
+    m = min(1 / (float(sf) * (1 / S_enc)), FLT_MAX)
+
+Four Over Six (arXiv 2512.02010): base = (amax_b / 6) * S_enc; s6 = e4m3(min(base, 448)); s4 = e4m3(min(base * 1.5, 448));
+both encoded as above; error = sum, element by element in logical row-major order, of the square of
+((code * sf) * amax) / 1536 - x; s4 wins only if its error is strictly smaller. With stochastic rounding both candidates
+use the same draws and the rounded values decide.
+
+MXFP8, MXFP4: scale byte as in `e8m0.py`; code = element(clamp(x * 2^(127 - byte), +-element_max)).
+FP8: S = min(448 / amax_b, FLT_MAX), 1 where amax_b is 0; code = e4m3(clamp(x * S, +-448)); stored scale 1 / S.
+BF16: nearest even. FP32: as is.
+
+A block that holds a NaN or an infinity decodes to NaN throughout (scale byte 0x7F in E4M3, 255 in E8M0, NaN in FP32; codes
+0 in E2M1, 0x7F in E4M3) and leaves other blocks alone. The sign of a zero survives.
+A value is (code * scale), which is exact in FP32, times S_dec, one FP32 multiplication.
+
+Functions have the signatures of the ops in `ops.py` and take any device.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from nybble.formats import blocks, checks, e2m1, e4m3, e8m0, grouped, philox
+from nybble.formats import outer as outer_scale
+from nybble.formats.fp32 import FLT_MAX, divide
+from nybble.formats.table import E2M1_MAX, E4M3_MAX, Format
+
+
+def quantize(
+    x: Tensor,
+    format: str,
+    axis: int = -1,
+    rounding: str = "nearest",
+    outer: str = "tensor",
+    key: Tensor | None = None,
+    layer: int = 0,
+    operand: int = 0,
+    rows: Tensor | None = None,
+    offs: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes, block scales and outer amax of `x`.
+
+    Args:
+        x: [..., R, C] or [C], float32, bfloat16 or float16, any strides.
+        format: a name of the table.
+        axis: -1 or -2, along which blocks run.
+        rounding: "nearest" or "stochastic"; the latter needs `key`, int64 [3] of (seed, step, micro).
+        outer: "tensor", "row" or "matrix"; formats of one level ignore it.
+        layer, operand, rows: the rest of what names a draw, see `philox.py`.
+        offs: int32 [G], cumulative ends of the token groups of a 2-D x.
+    Returns:
+        codes uint8 [..., R, L] (L the quantised axis; two a byte for E2M1), scales uint8 or float32
+        [..., R, ceil(L / block)], amax float32 (shape [0] for formats of one level).
+    Raises:
+        NybbleError: see `checks.py`.
+    """
+    fmt = checks.check_quantize(x, format, axis, rounding, outer, key, layer, operand, rows, offs)
+    x = x.detach()
+    if offs is not None:
+        x = grouped.zero_outside(x, offs)
+    where = (
+        grouped.packing(fmt, offs, x.shape[0])
+        if offs is not None and axis == -2 and not fmt.passthrough
+        else None
+    )
+    if fmt.passthrough:
+        codes = _store(x, axis, where).to(blocks.code_dtype(fmt))
+        return _fresh(codes), x.new_empty(0, dtype=torch.float32), x.new_empty(0, dtype=torch.float32)
+    x = x.to(torch.float32)
+    finite = torch.isfinite(x)
+    x = torch.where(finite, x, 0.0)
+    bad = blocks.fold(_matrix(_store(~finite, axis, where)), fmt, axis).any(-1)
+    amax = outer_scale.measure(x.abs(), axis, outer, offs) if fmt.two_level else x.new_empty(0)
+    stored = _store(x, axis, where)
+    shape = stored.shape
+    folded = blocks.fold(_matrix(stored), fmt, axis)
+    draws = None
+    if rounding == "stochastic":
+        assert key is not None
+        r = philox.draws(key, x.shape, layer, operand, rows)
+        draws = blocks.fold(_matrix(_store(r, axis, where)), fmt, axis)
+    if fmt.two_level:
+        per_row = outer_scale.spread(amax, outer, x.shape, offs, where)
+        per_block = _per_block(per_row, fmt, x.dim(), axis)
+        codes, scales = _encode_nvfp4(fmt, folded, per_block, draws)
+    elif fmt.scale == "e8m0":
+        codes, scales = _encode_mx(fmt, folded, draws)
+    else:
+        codes, scales = _encode_fp8(fmt, folded, draws)
+    codes = torch.where(bad.unsqueeze(-1), _bad_code(fmt), codes)
+    scales = torch.where(bad, _bad_scale(fmt), scales)
+    codes = blocks.unfold(codes, fmt, axis, _matrix(stored).shape)
+    if where is not None:
+        assert fmt.block_cols is not None
+        scales = torch.where(where.used[:: fmt.block_cols], scales, 0)
+    codes = codes.reshape(shape)
+    if fmt.packed:
+        codes = e2m1.pack(codes)
+    scales = scales.reshape(blocks.scale_shape(fmt, shape))
+    return _fresh(codes), _fresh(scales), _fresh(amax)
+
+
+def dequantize(
+    codes: Tensor,
+    scales: Tensor,
+    amax: Tensor,
+    format: str,
+    axis: int,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    outer: str = "tensor",
+    apply_outer: bool = True,
+    offs: Tensor | None = None,
+) -> Tensor:
+    """Values of codes, in the logical `shape` and in `dtype` (rounded to nearest even from FP32).
+
+    apply_outer=False leaves S_dec out: the values are then exact in bfloat16 for NVFP4 and MX formats (but where an E8M0
+    byte below 4 makes them subnormal), and the outer scale goes to the epilogue of the GEMM.
+    """
+    fmt = checks.check_layout(shape, format, axis, outer, offs)
+    shape = tuple(shape)
+    where = None
+    if offs is not None and axis == -2 and not fmt.passthrough:
+        where = grouped.packing(fmt, offs, shape[0])
+    stored = blocks.stored_shape(fmt, shape, axis, None if where is None or offs is None else offs.shape[0])
+    if fmt.passthrough:
+        return _fresh(_unstore(codes, axis, where).to(dtype))
+    data = e2m1.decode(e2m1.unpack(codes, stored[-1])) if fmt.packed else e4m3.decode(codes)
+    value = _matrix(data) * _expand(_decode_scale(fmt, scales), fmt, stored)
+    if fmt.two_level and apply_outer:
+        s_dec = outer_scale.decode_scale(fmt, amax)
+        value = value * outer_scale.spread(s_dec, outer, shape, offs, where)
+    return _fresh(_unstore(value.reshape(stored), axis, where).to(dtype))
+
+
+def fake_quantize(
+    x: Tensor,
+    format: str,
+    dtype: torch.dtype,
+    axis: int = -1,
+    rounding: str = "nearest",
+    outer: str = "tensor",
+    key: Tensor | None = None,
+    layer: int = 0,
+    operand: int = 0,
+    rows: Tensor | None = None,
+    offs: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Values of the quantised `x` without its outer scale, in `dtype`, and the outer amax.
+
+    Exact in bfloat16 for NVFP4 and MX formats; FP8 values include their FP32 block scale and are rounded by bfloat16.
+    """
+    codes, scales, amax = quantize(x, format, axis, rounding, outer, key, layer, operand, rows, offs)
+    return dequantize(codes, scales, amax, format, axis, x.shape, dtype, outer, False, offs), amax
+
+
+def requantize(
+    codes: Tensor,
+    scales: Tensor,
+    amax: Tensor,
+    format: str,
+    axis: int,
+    outer: str,
+    shape: Sequence[int],
+    to_format: str,
+    to_axis: int,
+    rounding: str = "nearest",
+    to_outer: str = "tensor",
+    key: Tensor | None = None,
+    layer: int = 0,
+    operand: int = 0,
+    rows: Tensor | None = None,
+    offs: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Quantise the full FP32 value of codes, outer scale and all, in another format or along another axis."""
+    x = dequantize(codes, scales, amax, format, axis, shape, torch.float32, outer, True, offs)
+    return quantize(x, to_format, to_axis, rounding, to_outer, key, layer, operand, rows, offs)
+
+
+def fake_requantize(
+    codes: Tensor,
+    scales: Tensor,
+    amax: Tensor,
+    format: str,
+    axis: int,
+    outer: str,
+    shape: Sequence[int],
+    to_format: str,
+    to_axis: int,
+    dtype: torch.dtype,
+    rounding: str = "nearest",
+    to_outer: str = "tensor",
+    key: Tensor | None = None,
+    layer: int = 0,
+    operand: int = 0,
+    rows: Tensor | None = None,
+    offs: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`fake_quantize` of the full FP32 value of codes."""
+    x = dequantize(codes, scales, amax, format, axis, shape, torch.float32, outer, True, offs)
+    return fake_quantize(x, to_format, dtype, to_axis, rounding, to_outer, key, layer, operand, rows, offs)
+
+
+def _encode_nvfp4(fmt: Format, x: Tensor, amax: Tensor, draws: Tensor | None) -> tuple[Tensor, Tensor]:
+    """x [..., nr, nl, block]; amax, the outer one, broadcasts against [..., nr, nl]."""
+    s_enc = outer_scale.encode_scale(fmt, amax)
+    amax_b = x.abs().amax(-1)
+    if not fmt.four_over_six:
+        sf = e4m3.encode((amax_b * (s_enc * (1 / E2M1_MAX))).clamp(max=E4M3_MAX))
+        return _encode_e2m1(x, sf, s_enc, draws), sf
+    base = divide(amax_b, E2M1_MAX) * s_enc
+    s6, s4 = (e4m3.encode((base * ratio).clamp(max=E4M3_MAX)) for ratio in (1.0, 1.5))
+    c6, c4 = (_encode_e2m1(x, s, s_enc, draws) for s in (s6, s4))
+    four = _error(fmt, c4, s4, amax, x) < _error(fmt, c6, s6, amax, x)
+    return torch.where(four.unsqueeze(-1), c4, c6), torch.where(four, s4, s6)
+
+
+def _encode_e2m1(x: Tensor, sf: Tensor, s_enc: Tensor, draws: Tensor | None) -> Tensor:
+    m = divide(1.0, e4m3.decode(sf) * divide(1.0, s_enc)).clamp(max=FLT_MAX)
+    return e2m1.encode((x * m.unsqueeze(-1)).clamp(-E2M1_MAX, E2M1_MAX), draws)
+
+
+def _error(fmt: Format, codes: Tensor, sf: Tensor, amax: Tensor, x: Tensor) -> Tensor:
+    """Sum of squared errors of each block, one FP32 addition after the other: the order decides near ties."""
+    assert fmt.outer_max is not None
+    value = divide((e2m1.decode(codes) * e4m3.decode(sf).unsqueeze(-1)) * amax.unsqueeze(-1), fmt.outer_max)
+    squares = (value - x) * (value - x)
+    total = torch.zeros_like(squares[..., 0])
+    for square in squares.unbind(-1):
+        total = total + square
+    return total
+
+
+def _encode_mx(fmt: Format, x: Tensor, draws: Tensor | None) -> tuple[Tensor, Tensor]:
+    encode_scale = e8m0.encode_up if fmt.scale_rule == "up" else e8m0.encode_floor
+    scales = encode_scale(x.abs().amax(-1), fmt.element_max)
+    v = (x * e8m0.multiplier(scales).unsqueeze(-1)).clamp(-fmt.element_max, fmt.element_max)
+    return _element(fmt, v, draws), scales
+
+
+def _encode_fp8(fmt: Format, x: Tensor, draws: Tensor | None) -> tuple[Tensor, Tensor]:
+    amax_b = x.abs().amax(-1)
+    s = torch.where(amax_b == 0, 1.0, divide(fmt.element_max, amax_b).clamp(max=FLT_MAX))
+    v = (x * s.unsqueeze(-1)).clamp(-fmt.element_max, fmt.element_max)
+    return _element(fmt, v, draws), divide(1.0, s)
+
+
+def _element(fmt: Format, v: Tensor, draws: Tensor | None) -> Tensor:
+    return e2m1.encode(v, draws) if fmt.packed else e4m3.encode(v, draws)
+
+
+def _bad_code(fmt: Format) -> int:
+    return 0 if fmt.packed else e4m3.NAN_BYTE
+
+
+def _bad_scale(fmt: Format) -> float | int:
+    return {"e4m3": e4m3.NAN_BYTE, "e8m0": e8m0.NAN_BYTE}.get(fmt.scale or "", float("nan"))
+
+
+def _decode_scale(fmt: Format, scales: Tensor) -> Tensor:
+    if fmt.scale == "e4m3":
+        return e4m3.decode(scales)
+    return e8m0.decode(scales) if fmt.scale == "e8m0" else scales
+
+
+def _per_block(per_element: Tensor, fmt: Format, dims: int, axis: int) -> Tensor:
+    """An outer quantity that broadcasts against [..., R, L], for [..., nr, nl]: no block mixes two of its values."""
+    if per_element.dim() == 0 or (per_element.dim() == 1 and per_element.shape[0] == 1):
+        return per_element.reshape(())
+    if axis == -2 and dims == 2 and per_element.dim() == 1:  # one a stored column, of grouped tokens
+        return per_element[:: fmt.block_cols]
+    return per_element
+
+
+def _expand(scales: Tensor, fmt: Format, stored: Sequence[int]) -> Tensor:
+    """Block scales, repeated to the elements of the stored shape."""
+    rows, length = (stored[-2] if len(stored) > 1 else 1), stored[-1]
+    scales = _matrix(scales).repeat_interleave(blocks.cols_of(fmt, length), -1)
+    return scales.repeat_interleave(fmt.block_rows, -2)[..., :rows, :length]
+
+
+def _matrix(t: Tensor) -> Tensor:
+    return t if t.dim() > 1 else t.unsqueeze(0)
+
+
+def _fresh(t: Tensor) -> Tensor:
+    """A dense copy: ops may not return an input, and `contiguous` leaves the strides of empty tensors as they are."""
+    return t.clone(memory_format=torch.contiguous_format)
+
+
+def _store(x: Tensor, axis: int, where: grouped.Packing | None) -> Tensor:
+    """Logical to stored layout, as a view or a copy."""
+    if where is not None:
+        return grouped.pack_columns(x, where)
+    return x.transpose(-1, -2) if axis == -2 else x
+
+
+def _unstore(stored: Tensor, axis: int, where: grouped.Packing | None) -> Tensor:
+    if where is not None:
+        return grouped.unpack_columns(stored, where)
+    return stored.transpose(-1, -2) if axis == -2 else stored
