@@ -19,3 +19,7 @@ class CheckpointError(NybbleError):
 
 class NonFiniteError(NybbleError):
     """A NaN or an infinity met in training; the message names the layer and the step."""
+
+
+class ConfigError(NybbleError):
+    """A setting that is unknown or out of range; the message names the field and the fix."""
