@@ -1,4 +1,4 @@
-"""What a number is: formats, quantisers and the draws of stochastic rounding, in plain torch. The specification."""
+"""What a number is: formats, quantisers, the draws of stochastic rounding. The specification."""
 
 from nybble.formats import ops
 from nybble.formats.philox import Key, Operand, key

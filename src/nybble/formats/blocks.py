@@ -1,8 +1,9 @@
 """How elements fall into blocks, and the shapes of what is stored.
 
-Stored layout: the quantised axis is last and contiguous, [..., R, L]; along axis -2 the stored tensor is therefore the
-transpose of the logical one. Blocks start at index 0 of both axes; the last one may be short. Inside a block elements
-are in the row-major order of the *logical* tensor, so that square blocks are the same, bit for bit, along either axis.
+Stored layout: the quantised axis is last and contiguous, [..., R, L]; along axis -2 the stored tensor is
+therefore the transpose of the logical one. Blocks start at index 0 of both axes; the last one may be short.
+Inside a block elements are in the row-major order of the *logical* tensor, so that square blocks are the
+same, bit for bit, along either axis.
 """
 
 from collections.abc import Sequence
@@ -25,9 +26,10 @@ def ceil_div(a: int, b: int) -> int:
 
 
 def capacity(fmt: Format, tokens: int, groups: int) -> int:
-    """P: stored length of `tokens` rows packed along axis -2, each of `groups` groups starting a block of its own.
+    """P: stored length of `tokens` rows packed along axis -2, each of `groups` groups starting a block.
 
-    A bound that does not depend on the sizes of the groups. Pass-through formats have no blocks and keep [C, T].
+    A bound that does not depend on the sizes of the groups. Pass-through formats have no blocks and keep
+    [C, T].
     """
     if fmt.block_cols is None:
         return tokens
@@ -83,7 +85,7 @@ def scale_dtype(fmt: Format) -> torch.dtype:
 
 
 def fold(t: Tensor, fmt: Format, axis: int) -> Tensor:
-    """[..., R, L] to [..., ceil(R / rows), ceil(L / cols), rows * cols], short blocks filled up with zeros."""
+    """[..., R, L] to [..., ceil(R / rows), ceil(L / cols), rows * cols]; zeros fill short blocks."""
     rows, cols = fmt.block_rows, cols_of(fmt, t.shape[-1])
     nr, nl = ceil_div(t.shape[-2], rows), max(ceil_div(t.shape[-1], cols), 1 if fmt.block_cols is None else 0)
     t = F.pad(t, (0, nl * cols - t.shape[-1], 0, nr * rows - t.shape[-2]))

@@ -1,4 +1,4 @@
-"""What quantisers refuse, each with one sentence: shared by the reference, the fake kernels and the fast kernels."""
+"""What quantisers refuse, each with one sentence; shared by the reference, fake kernels and fast kernels."""
 
 from collections.abc import Sequence
 
@@ -34,7 +34,7 @@ def check_layout(shape: Sequence[int], format: str, axis: int, outer: str, offs:
     if offs is not None:
         if len(shape) != 2 or offs.dim() != 1 or offs.dtype != torch.int32:
             raise NybbleError(
-                "offs must be an int32 tensor of one dimension and goes with a tensor of two, [tokens, features]"
+                "offs must be int32 of one dimension and goes with a tensor of two, [tokens, features]"
             )
         if fmt.square:
             raise NybbleError(

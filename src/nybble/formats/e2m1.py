@@ -4,11 +4,13 @@ index       0    1    2    3    4    5    6    7
 magnitude   0    0.5  1    1.5  2    3    4    6
 
 Nearest: ties go to the even index (0.25 -> 0, 0.75 -> 1, 1.25 -> 1, 1.75 -> 2, 2.5 -> 2, 3.5 -> 4, 5 -> 4).
-Stochastic with a 16-bit draw r: with f the fraction of the way from the lower to the upper neighbour, the magnitude
-rounds up if and only if f + (r + 0.5) / 2^16 >= 1. Truncating f to a multiple of 2^-17 does not change that outcome, so
-integers decide it; a representable value never moves. The sign survives rounding to zero: -0 and -0.1 give code 8.
+Stochastic with a 16-bit draw r: with f the fraction of the way from the lower to the upper neighbour, the
+magnitude rounds up if and only if f + (r + 0.5) / 2^16 >= 1. Truncating f to a multiple of 2^-17 does not
+change that outcome, so integers decide it; a representable value never moves. The sign survives rounding to
+zero: -0 and -0.1 give code 8.
 
-Two codes share a byte: element 2i is the low nibble, element 2i + 1 the high one; an odd tail has a high nibble of 0.
+Two codes share a byte: element 2i is the low nibble, element 2i + 1 the high one; an odd tail has a high
+nibble of 0.
 """
 
 import torch
@@ -20,7 +22,7 @@ MAX = VALUES[-1]
 
 
 def encode(v: Tensor, draws: Tensor | None = None) -> Tensor:
-    """Codes (uint8, one a byte) of FP32 values within +-6, of the same shape; stochastic where `draws` is given."""
+    """Codes (uint8) of FP32 values within +-6, of their shape; stochastic where `draws` is given."""
     a = v.abs()
     index = _nearest(a) if draws is None else _stochastic(a, draws)
     return (index | (torch.signbit(v).to(torch.int64) << 3)).to(torch.uint8)
@@ -32,7 +34,7 @@ def _nearest(a: Tensor) -> Tensor:
 
 
 def _stochastic(a: Tensor, r: Tensor) -> Tensor:
-    """Each binade in units of its own step with 17 fraction bits, which the odd number 2r + 1 carries over."""
+    """Each binade in units of its own step; the odd number 2r + 1 carries its 17 fraction bits over."""
     carry = 2 * r + 1
     halves = ((a * 2.0**18).to(torch.int64) + carry) >> 17  # steps of 0.5 below 2: index 0..4
     ones = (((a * 2.0**17).to(torch.int64) + carry) >> 17) + 2  # steps of 1 in [2, 4): index 4..6

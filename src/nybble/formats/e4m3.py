@@ -1,13 +1,15 @@
 """E4M3, the eight-bit element of MXFP8 and FP8 and the block scale of NVFP4 (OCP MX v1.0, "fn" variant).
 
-Byte = sign << 7 | exponent << 3 | mantissa, bias 7. Exponent 0 holds the subnormals, multiples of 2^-9; the largest
-magnitude is 448 (0x7E); 0x7F and 0xFF are NaN and there is no infinity. Zero keeps its sign (0x80 is -0).
+Byte = sign << 7 | exponent << 3 | mantissa, bias 7. Exponent 0 holds the subnormals, multiples of 2^-9; the
+largest magnitude is 448 (0x7E); 0x7F and 0xFF are NaN and there is no infinity. Zero keeps its sign (0x80 is
+-0).
 
-Nearest: ties go to the even byte, in integer arithmetic on the FP32 bits; torch's own float8 casts are not used because
-what they do above 464 changed between versions. Callers clamp to +-448 first.
-Stochastic with a 16-bit draw r: the magnitude rounds up if and only if f + (r + 0.5) / 2^16 >= 1, f the fraction of
-the way between the two neighbours. From 2^-6 on, f is the low 20 of the FP32 bits: add (r << 4) + 8, which carries, and
-drop them. Below, in units of the subnormal step, index = (trunc(|v| * 2^26) + 2r + 1) >> 17.
+Nearest: ties go to the even byte, in integer arithmetic on the FP32 bits; torch's own float8 casts are not
+used because what they do above 464 changed between versions. Callers clamp to +-448 first.
+Stochastic with a 16-bit draw r: the magnitude rounds up if and only if f + (r + 0.5) / 2^16 >= 1, f the
+fraction of the way between the two neighbours. From 2^-6 on, f is the low 20 of the FP32 bits: add
+(r << 4) + 8, which carries, and drop them. Below, in units of the subnormal step,
+index = (trunc(|v| * 2^26) + 2r + 1) >> 17.
 """
 
 import torch

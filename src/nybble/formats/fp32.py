@@ -7,7 +7,7 @@ FLT_MAX = torch.finfo(torch.float32).max
 
 
 def divide(a: Tensor | float, b: Tensor | float) -> Tensor:
-    """a / b, correctly rounded. With a Python number torch may multiply by a reciprocal instead, which is not."""
+    """a / b, correctly rounded. With a Python number torch may multiply by a reciprocal, which is not."""
     like = a if isinstance(a, Tensor) else b
     if not isinstance(like, Tensor):
         raise TypeError("divide needs a tensor")

@@ -1,9 +1,10 @@
 """Tokens that are sorted by expert: where each group's blocks lie.
 
-`offs` int32 [G] holds the cumulative ends of the groups, as for torch's grouped_mm. Rows at or beyond offs[-1] belong to
-no group: they count as zeros. Along axis -2 (over tokens) a block never spans two groups: group g starts at column
-block * sum over h < g of ceil(T_h / block) of the stored [C, P], P = block * (T // block + G), which bounds every split
-of T tokens, so that shapes do not depend on data. Padding has code 0 and scale 0. An empty group takes no block.
+`offs` int32 [G] holds the cumulative ends of the groups, as for torch's grouped_mm. Rows at or beyond
+offs[-1] belong to no group: they count as zeros. Along axis -2 (over tokens) a block never spans two groups:
+group g starts at column block * sum over h < g of ceil(T_h / block) of the stored [C, P], where
+P = block * (T // block + G) bounds every split of T tokens, so that shapes do not depend on data. Padding has
+code 0 and scale 0. An empty group takes no block.
 """
 
 from dataclasses import dataclass

@@ -1,8 +1,9 @@
 """The quantisers as torch.library custom ops in the namespace `nybble`.
 
-The reference is their implementation on every device until a faster one registers itself: ``ops.quantize.register_kernel("cpu")``.
-Fake kernels give shapes alone, so that torch.compile, meta tensors and FakeTensorMode pass. No output aliases an input and
-no op has a derivative: layers define their own backward passes. Signatures and shapes: see `reference.py`.
+The reference is their implementation on every device until a faster one registers itself:
+``ops.quantize.register_kernel("cpu")``. Fake kernels give shapes alone, so that torch.compile, meta tensors
+and FakeTensorMode pass. No output aliases an input and no op has a derivative: layers define their own
+backward passes. Signatures and shapes: see `reference.py`.
 """
 
 from collections.abc import Sequence
@@ -87,23 +88,9 @@ def requantize(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(codes, scales, amax) of codes in another format or along another axis."""
     return reference.requantize(
-        codes,
-        scales,
-        amax,
-        format,
-        axis,
-        outer,
-        shape,
-        to_format,
-        to_axis,
-        rounding,
-        to_outer,
-        key,
-        layer,
-        operand,
-        rows,
-        offs,
-    )
+        codes, scales, amax, format, axis, outer, shape, to_format, to_axis,
+        rounding, to_outer, key, layer, operand, rows, offs,
+    )  # fmt: skip
 
 
 @torch.library.custom_op("nybble::fake_requantize", mutates_args=())
@@ -128,8 +115,8 @@ def fake_requantize(
 ) -> tuple[Tensor, Tensor]:
     """(values without the outer scale, amax) of codes in another format or along another axis."""
     return reference.fake_requantize(
-        codes, scales, amax, format, axis, outer, shape, to_format, to_axis, dtype, rounding, to_outer, key, layer, operand,
-        rows, offs,
+        codes, scales, amax, format, axis, outer, shape, to_format, to_axis, dtype,
+        rounding, to_outer, key, layer, operand, rows, offs,
     )  # fmt: skip
 
 

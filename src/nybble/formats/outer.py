@@ -1,9 +1,10 @@
 """The outer FP32 scale of two-level formats: S_enc = min(outer_max / amax, FLT_MAX) and S_dec = 1 / S_enc.
 
-S_enc is 1 where amax is 0. The amax is taken over finite values, so that one NaN does not spoil its neighbours. What is
-stored is the amax; both scales are derived from it wherever they are needed, by IEEE division.
-Granularity: "tensor" (one), "row" (one for each index of the other axes: one a token for activations along features),
-"matrix" (one for each leading index of a 3-D tensor, or for each group of `offs`).
+S_enc is 1 where amax is 0. The amax is taken over finite values, so that one NaN does not spoil its
+neighbours. What is stored is the amax; both scales are derived from it wherever they are needed, by IEEE
+division.
+Granularity: "tensor" (one), "row" (one for each index of the other axes: one a token for activations along
+features), "matrix" (one for each leading index of a 3-D tensor, or for each group of `offs`).
 """
 
 from collections.abc import Sequence

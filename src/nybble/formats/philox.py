@@ -1,7 +1,7 @@
-"""Random draws that depend on what is rounded, never on how: Philox4x32-10 keyed by seed and counted by element.
+"""Draws that depend on what is rounded, never on how: Philox4x32-10 keyed by seed and counted by element.
 
-The draw of an element is 16 bits out of one Philox block (Salmon et al., Parallel random numbers: as easy as 1, 2, 3,
-SC 2011) whose key is the seed and whose counter names the element::
+The draw of an element is 16 bits out of one Philox block (Salmon et al., Parallel random numbers: as easy as
+1, 2, 3, SC 2011) whose key is the seed and whose counter names the element::
 
     key      k0 = seed & 0xffffffff          k1 = (seed >> 32) & 0xffffffff
     element  e = (leading * R + row) * C + col      row-major index in the logical tensor [..., R, C]; with
@@ -10,7 +10,8 @@ SC 2011) whose key is the seed and whose counter names the element::
              c2 = step & 0xffffffff          c3 = (layer << 8) | operand
     draw     (w[j >> 1] >> (16 * (j & 1))) & 0xffff       of the output words w[0..3]
 
-So a draw does not depend on tiling, device, world size, quantised axis, or whether a forward pass is recomputed.
+So a draw does not depend on tiling, device, world size, quantised axis, or whether a forward pass is
+recomputed.
 """
 
 from collections.abc import Sequence
@@ -70,7 +71,7 @@ class Key:
             check_range(field, getattr(self, field))
 
     def tensor(self, device: torch.device | str | None = None) -> Tensor:
-        """(seed, step, micro) as int64 [3], the form that the ops take: tensors do not specialise a compiled graph."""
+        """(seed, step, micro) as int64 [3], as the ops take it: no compiled graph specialises on it."""
         return torch.tensor([self.seed, self.step, self.micro], dtype=torch.int64, device=device)
 
 
@@ -80,7 +81,7 @@ def key(seed: int, step: int = 0, layer: int = 0, operand: int = 0, micro: int =
 
 
 def _mulhilo(m: int, b: Tensor) -> tuple[Tensor, Tensor]:
-    """High and low 32 bits of m * b. The halves of b keep every product below 2^48: int64 has no room for 2^64."""
+    """High and low 32 bits of m * b. By halves of b, as int64 has no room for products of 2^64."""
     low, high = m * (b & 0xFFFF), m * (b >> 16)
     return (high + (low >> 16)) >> 16, (low + ((high & 0xFFFF) << 16)) & _MASK
 

@@ -1,7 +1,7 @@
 """QTensor: a quantised tensor, and the functions that make one. All of it goes through the ops of `ops.py`.
 
-Axes other than the last two are quantised by flattening what stands before and behind them, so that the draw of an
-element is still named by its row-major index in the whole tensor.
+Axes other than the last two are quantised by flattening what stands before and behind them, so that the draw
+of an element is still named by its row-major index in the whole tensor.
 """
 
 import math
@@ -23,7 +23,7 @@ class QTensor:
     """Codes with the scales that give them meaning; dequantised value = code * block scale * tensor_scale."""
 
     codes: Tensor
-    """uint8 [..., R, L], quantised axis last, two E2M1 codes a byte; the values themselves for bf16 and fp32."""
+    """uint8 [..., R, L], quantised axis last, two E2M1 codes a byte; the values for bf16, fp32."""
     scales: Tensor
     """Block scales [..., R, ceil(L / block)]: E4M3 or E8M0 bytes as uint8, or float32."""
     amax: Tensor
@@ -46,7 +46,7 @@ class QTensor:
 
     @property
     def encode_scale(self) -> Tensor:
-        """S_enc, by which values are multiplied before block scales are chosen; 1 for formats of one level."""
+        """S_enc, which values are multiplied by before block scales are chosen; 1 if of one level."""
         return (
             outer_scale.encode_scale(self.spec, self.amax) if self.spec.two_level else self.amax.new_ones(())
         )
@@ -95,7 +95,8 @@ class QTensor:
     ) -> "QTensor":
         """Quantise the full FP32 value again, in another format or along another axis.
 
-        `offs` groups the result's tokens; None keeps the groups of this one. Other arguments as for `quantize`.
+        `offs` groups the result's tokens; None keeps the groups of this one. Other arguments as for
+        `quantize`.
         """
         axis = _from_end(len(self.shape), axis)
         offs = self.offs if offs is None else offs
@@ -132,10 +133,12 @@ def quantize(
         format: a name of `nybble.formats.names()`.
         axis: along which blocks run.
         rounding: "nearest" (ties to even) or "stochastic", which needs `key`.
-        outer: what shares an outer scale in two-level formats: "tensor", "row" (one for each index of the other axes: a
-            token's numbers then do not depend on its batch), "matrix" (one for each leading index, or group of `offs`).
+        outer: what shares an outer scale in two-level formats: "tensor", "row" (one for each index of the
+            other axes: a token's numbers then do not depend on its batch), "matrix" (one for each leading
+            index, or group of `offs`).
         key: `nybble.key(seed, step, layer, operand, micro)`.
-        rows: int64 [R] for 2-D x: which row of the draws each row of x uses, so that a token's draw follows it around.
+        rows: int64 [R] for 2-D x: which row of the draws each row of x uses, so that a token's draw follows
+            it around.
         offs: int32 [G] for 2-D x: cumulative ends of token groups; along axis -2 no block spans two of them.
     Raises:
         NybbleError: for arguments that do not fit, in one sentence that names the fix.
@@ -169,7 +172,7 @@ def _from_end(dims: int, axis: int) -> int:
 
 
 def _as_last_two(shape: Sequence[int], axis: int) -> tuple[tuple[int, ...], int]:
-    """The shape and axis that the ops take: [before, axis, behind] and -2 for an axis further to the front."""
+    """The shape and axis that the ops take: [before, axis, behind] and -2 for an axis further in front."""
     if axis >= -2:
         return tuple(shape), axis
     at = len(shape) + axis

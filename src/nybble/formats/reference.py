@@ -7,17 +7,21 @@ NVFP4, bit for bit as TransformerEngine (arXiv 2509.25149)::
     sf = e4m3(min(amax_b * (S_enc * (1/6)), FLT_MAX, 448));  code = e2m1(clamp(x * m, +-6))
     m = min(1 / (float(sf) * (1 / S_enc)), FLT_MAX)
 
-Four Over Six (arXiv 2512.02010): base = (amax_b / 6) * S_enc; s6 = e4m3(min(base, 448)); s4 = e4m3(min(base * 1.5, 448));
-both encoded as above; error = sum, element by element in logical row-major order, of the square of
-((code * sf) * amax) / 1536 - x; s4 wins only if its error is strictly smaller. With stochastic rounding both candidates
-use the same draws and the rounded values decide.
+Four Over Six (arXiv 2512.02010)::
+
+    base = (amax_b / 6) * S_enc;  s6 = e4m3(min(base, 448));  s4 = e4m3(min(base * 1.5, 448))
+
+Both are encoded as above. A candidate errs by the sum, element by element in logical row-major order, of the
+square of ((code * sf) * amax) / 1536 - x; s4 wins only if its error is strictly smaller. With stochastic
+rounding both candidates use the same draws and the rounded values decide.
 
 MXFP8, MXFP4: scale byte as in `e8m0.py`; code = element(clamp(x * 2^(127 - byte), +-element_max)).
-FP8: S = min(448 / amax_b, FLT_MAX), 1 where amax_b is 0; code = e4m3(clamp(x * S, +-448)); stored scale 1 / S.
+FP8: S = min(448 / amax_b, FLT_MAX), 1 where amax_b is 0; code = e4m3(clamp(x * S, +-448)); stored scale
+1 / S.
 BF16: nearest even. FP32: as is.
 
-A block that holds a NaN or an infinity decodes to NaN throughout (scale byte 0x7F in E4M3, 255 in E8M0, NaN in FP32; codes
-0 in E2M1, 0x7F in E4M3) and leaves other blocks alone. The sign of a zero survives.
+A block that holds a NaN or an infinity decodes to NaN throughout (scale byte 0x7F in E4M3, 255 in E8M0, NaN
+in FP32; codes 0 in E2M1, 0x7F in E4M3) and leaves other blocks alone. The sign of a zero survives.
 A value is (code * scale), which is exact in FP32, times S_dec, one FP32 multiplication.
 
 Functions have the signatures of the ops in `ops.py` and take any device.
@@ -122,8 +126,8 @@ def dequantize(
 ) -> Tensor:
     """Values of codes, in the logical `shape` and in `dtype` (rounded to nearest even from FP32).
 
-    apply_outer=False leaves S_dec out: the values are then exact in bfloat16 for NVFP4 and MX formats (but where an E8M0
-    byte below 4 makes them subnormal), and the outer scale goes to the epilogue of the GEMM.
+    apply_outer=False leaves S_dec out: the values are then exact in bfloat16 for NVFP4 and MX formats (but
+    where an E8M0 byte below 4 makes them subnormal), and the outer scale goes to the epilogue of the GEMM.
     """
     fmt = checks.check_layout(shape, format, axis, outer, offs)
     shape = tuple(shape)
@@ -156,7 +160,8 @@ def fake_quantize(
 ) -> tuple[Tensor, Tensor]:
     """Values of the quantised `x` without its outer scale, in `dtype`, and the outer amax.
 
-    Exact in bfloat16 for NVFP4 and MX formats; FP8 values include their FP32 block scale and are rounded by bfloat16.
+    Exact in bfloat16 for NVFP4 and MX formats; FP8 values include their FP32 block scale and are rounded by
+    bfloat16.
     """
     codes, scales, amax = quantize(x, format, axis, rounding, outer, key, layer, operand, rows, offs)
     return dequantize(codes, scales, amax, format, axis, x.shape, dtype, outer, False, offs), amax
@@ -272,7 +277,7 @@ def _decode_scale(fmt: Format, scales: Tensor) -> Tensor:
 
 
 def _per_block(per_element: Tensor, fmt: Format, dims: int, axis: int) -> Tensor:
-    """An outer quantity that broadcasts against [..., R, L], for [..., nr, nl]: no block mixes two of its values."""
+    """An outer quantity spread over [..., R, L], spread over blocks: none mixes two of its values."""
     if per_element.dim() == 0 or (per_element.dim() == 1 and per_element.shape[0] == 1):
         return per_element.reshape(())
     if axis == -2 and dims == 2 and per_element.dim() == 1:  # one a stored column, of grouped tokens
@@ -292,7 +297,7 @@ def _matrix(t: Tensor) -> Tensor:
 
 
 def _fresh(t: Tensor) -> Tensor:
-    """A dense copy: ops may not return an input, and `contiguous` leaves the strides of empty tensors as they are."""
+    """A dense copy: ops may not return an input; `contiguous` keeps the strides of empty tensors."""
     return t.clone(memory_format=torch.contiguous_format)
 
 

@@ -1,7 +1,8 @@
 """The table of formats: one frozen row a format, and the only place that holds a maximum or a block size.
 
-A format is an element (what one code means), a block (which elements share a scale), a scale (how that scale is stored)
-and, for two-level formats, an outer scale in FP32 that brings the block scales into the range of theirs.
+A format is an element (what one code means), a block (which elements share a scale), a scale (how that scale
+is stored) and, for two-level formats, an outer scale in FP32 that brings the block scales into the range of
+theirs.
 
 ====================== ======= ======== ===== ============ ========= ==============
 name                   element block    scale outer        rule      bits a value
@@ -20,8 +21,9 @@ fp8-row                E4M3    1 x L    FP32  --           448/amax  8 + 32 / L
 bf16, fp32             as is   --       --    --           --        16, 32
 ====================== ======= ======== ===== ============ ========= ==============
 
-Sources: OCP Microscaling Formats v1.0 (E2M1, E4M3, E8M0, floor rule); Pretraining LLMs with NVFP4, arXiv 2509.25149;
-Four Over Six, arXiv 2512.02010; Recipes for pre-training LLMs with MXFP8, arXiv 2506.08027 (up rule).
+Sources: OCP Microscaling Formats v1.0 (E2M1, E4M3, E8M0, floor rule); Pretraining LLMs with NVFP4, arXiv
+2509.25149; Four Over Six, arXiv 2512.02010; Recipes for pre-training LLMs with MXFP8, arXiv 2506.08027 (the
+up rule).
 """
 
 from dataclasses import dataclass
