@@ -1,0 +1,91 @@
+"""The command line: `nybble VERB ...`, one function a verb.
+
+Nothing heavy is imported here, so that `nybble --help` answers at once; each verb imports what it needs. A problem that
+the user can mend ends with one line on stderr and status 1, a wrong flag with status 2, a bug with its traceback.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Callable, Sequence
+
+VERBS: dict[str, tuple[str, str]] = {
+    "prepare": ("nybble.commands.prepare", "turn text into token shards"),
+    "pretrain": ("nybble.commands.pretrain", "train a model from random weights"),
+    "sample": ("nybble.commands.sample", "generate text with a trained model"),
+    "recipes": ("nybble.commands.recipes", "list the recipes, or show one"),
+    "inspect": ("nybble.commands.inspect", "show what a recipe does to a model, without training"),
+}
+"""Verb -> module with `main(arguments) -> status`, and its line of help."""
+
+STATUS_INTERRUPTED = 130
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one verb and returns the exit status of the process."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    debug = "--debug" in words
+    words = [word for word in words if word != "--debug"]
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(usage())
+        return 0 if words else 2
+    if words[0] in ("-V", "--version"):
+        from nybble import __version__
+
+        print(f"nybble {__version__}")
+        return 0
+    if words[0] not in VERBS:
+        return _fail(f"unknown verb {words[0]!r}{_suggest(words[0])}; see nybble --help", status=2)
+    try:
+        run: Callable[[list[str]], int] = importlib.import_module(VERBS[words[0]][0]).main
+        return run(words[1:])
+    except BrokenPipeError:
+        # The reader of our output, such as `head`, has gone: nothing to say, and nobody to say it to.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 0
+    except KeyboardInterrupt:
+        return _fail("interrupted", STATUS_INTERRUPTED)
+    except Exception as error:
+        if debug or not _is_users(error):
+            raise
+        return _fail(_sentence(error))
+
+
+def usage() -> str:
+    """The help of the whole."""
+    width = max(map(len, VERBS))
+    verbs = "\n".join(f"  {verb:<{width}}  {line}" for verb, (_, line) in VERBS.items())
+    return (
+        "usage: nybble VERB [OPTIONS]\n\n"
+        "Train language models in four bits, end to end.\n\n"
+        f"{verbs}\n\n"
+        "nybble VERB --help explains a verb; --debug shows the traceback of an error; --version the version."
+    )
+
+
+def _is_users(error: Exception) -> bool:
+    """Whether the user can mend it: a problem that Nybble names, or one of the file system."""
+    from nybble.errors import NybbleError
+
+    return isinstance(error, NybbleError | OSError)
+
+
+def _sentence(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        where = f"{error.filename}: " if error.filename else ""
+        return where + error.strerror
+    return " ".join(str(error).split())
+
+
+def _fail(sentence: str, status: int = 1) -> int:
+    print(f"error: {sentence}", file=sys.stderr)
+    return status
+
+
+def _suggest(verb: str) -> str:
+    import difflib
+
+    near = difflib.get_close_matches(verb, VERBS, n=1)
+    return f"; did you mean {near[0]}?" if near else ""
