@@ -1,0 +1,33 @@
+"""The dialects of four-bit checkpoints, and which of them a folder speaks."""
+
+from __future__ import annotations
+
+from nybble.checkpoints.dialects.base import Dialect, Stored, Written
+from nybble.checkpoints.dialects.compressed_tensors import CompressedTensors
+from nybble.checkpoints.dialects.inkling2 import Inkling2
+from nybble.checkpoints.dialects.modelopt import ModelOpt
+from nybble.checkpoints.dialects.mxfp4 import Fp8Blocks, GptOss
+from nybble.checkpoints.safetensors_io import Folder, section
+
+WRITABLE: dict[str, Dialect] = {d.name: d for d in (CompressedTensors(), ModelOpt(), Inkling2())}
+
+__all__ = ["WRITABLE", "Dialect", "Stored", "Written", "detect"]
+
+
+def detect(folder: Folder) -> Dialect | None:
+    """The dialect of a folder, by its tensors first (configs lie more often); None for one in high precision."""
+    leaves = {name.rpartition(".")[2] for name in folder}
+    if any(leaf.endswith("_blocks") for leaf in leaves):
+        return GptOss()
+    if "weight_packed" in leaves:
+        return WRITABLE["compressed-tensors"]
+    if "weight_scale_2" in leaves:
+        return WRITABLE["modelopt"]
+    if leaves & {"w13_weight_scale", "w2_weight_scale"}:
+        return WRITABLE["inkling2"]
+    if "weight_scale_inv" in leaves:
+        return Fp8Blocks()
+    method = section(folder.config, "quantization_config").get("quant_method")
+    if isinstance(method, str) and method in WRITABLE:
+        return WRITABLE[method]
+    return WRITABLE["compressed-tensors"] if "weight_scale" in leaves else None

@@ -1,0 +1,205 @@
+"""The loop that export and quantize share: read a chunk, quantise it, write it to its place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from nybble.checkpoints import plan
+from nybble.checkpoints import sidecar as kept_codes
+from nybble.checkpoints.dialects import Dialect, Written
+from nybble.checkpoints.packed import STORED, Packed, encode, stack
+from nybble.checkpoints.safetensors_io import NAMES, Folder
+from nybble.checkpoints.sidecar import Sidecar
+from nybble.checkpoints.source import FLOATS, Bank, Linear, Unit
+from nybble.checkpoints.writer import Spec, Writer, write_json
+from nybble.errors import CheckpointError
+
+CHUNK_BYTES = 32_000_000
+"""Source bytes in hand; a single expert may be more."""
+EXACT = ("e_score_correction_bias", "mlp.gate.bias")
+"""Router biases stay as they are: a rounded one sends tokens to other experts."""
+
+Observer = Callable[[str, Tensor, Packed], None]
+"""Called with a module's name, its weight and its codes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A model to write in a dialect."""
+
+    folder: Folder
+    units: list[Unit]
+    formats: plan.Formats
+    dialect: Dialect
+    activations: bool
+    rest: str
+    """"bf16" or "keep"."""
+    max_shard_bytes: int
+    sidecar: Sidecar | None = None
+    fuse: bool = False
+    """Let linears that serving runs as one GEMM share an outer scale."""
+    progress: str | None = None
+    """Title of the progress bar."""
+    observe: Observer | None = None
+
+
+@dataclass
+class Result:
+    """Counts of what was done."""
+
+    reused: int = 0
+    bytes_read: int = 0
+    bytes_written: int = 0
+
+
+def write_model(job: Job, out: Path) -> Result:
+    """Write weights and configs of `job` into the folder `out`."""
+    result = Result()
+    taken = {name for unit in job.units if _owned(job, unit) for name in unit.tensors}
+    plain = [name for name in job.folder if name not in taken]
+    specs = [spec for unit in job.units if _owned(job, unit) for spec in _specs(job, unit)]
+    specs += [Spec(name, _plain_dtype(job, name), job.folder.entry(name).shape) for name in plain]
+    total = sum(entry.nbytes for entry in job.folder.tensors.values())
+    bar = tqdm(total=total, unit="B", unit_scale=True, desc=job.progress, disable=job.progress is None)
+    with bar, Writer(out, specs, job.max_shard_bytes) as writer:
+
+        def advance(nbytes: int) -> None:
+            result.bytes_read += nbytes
+            bar.update(nbytes)
+
+        for group in plan.groups(job.units, job.formats, job.fuse):
+            unit = group[0]
+            if isinstance(unit, Bank):
+                _write_bank(job, unit, writer, result, advance)
+            elif _owned(job, unit):
+                _write_linears(job, [u for u in group if isinstance(u, Linear)], writer, result, advance)
+        for name in plain:
+            _write_plain(job, name, writer, advance)
+        result.bytes_written = writer.close()
+    for name, content in _configs(job).items():
+        write_json(out / name, content)
+    return result
+
+
+def _owned(job: Job, unit: Unit) -> bool:
+    """Whether a unit is written by the dialect; banks are even in BF16, as their layout changes."""
+    return isinstance(unit, Bank) or unit.module in job.formats
+
+
+def _specs(job: Job, unit: Unit) -> list[Spec]:
+    kind = STORED[job.formats[unit.module]] if unit.module in job.formats else "bf16"
+    if isinstance(unit, Bank):
+        specs = job.dialect.bank_specs(unit, kind, job.activations)
+        dtype = _plain_dtype(job, unit.tensors[0])
+        return [Spec(s.name, dtype, s.shape) if kind == "bf16" else s for s in specs]
+    return job.dialect.matrix_specs(unit.module, unit.rows, unit.cols, kind, job.activations)
+
+
+def _plain_dtype(job: Job, name: str) -> str:
+    dtype = job.folder.entry(name).dtype
+    return "BF16" if job.rest == "bf16" and dtype in FLOATS and not name.endswith(EXACT) else dtype
+
+
+def _chunks(count: int, nbytes: int) -> Iterator[range]:
+    step = max(1, count * CHUNK_BYTES // max(nbytes, 1))
+    for start in range(0, count, step):
+        yield range(start, min(start + step, count))
+
+
+def _write_bank(job: Job, bank: Bank, writer: Writer, result: Result, advance: Callable[[int], None]) -> None:
+    format = job.formats.get(bank.module)
+    for experts in _chunks(bank.experts, sum(job.folder.entry(name).nbytes for name in bank.tensors)):
+        first, down = bank.read(job.folder, experts)
+        if format is None:
+            dtype = torch.bfloat16 if job.rest == "bf16" else first.dtype
+            pieces = job.dialect.bank_tensors(
+                bank, experts.start, first.to(dtype), down.to(dtype), job.activations
+            )
+        else:
+            packed = _encode_bank(job, bank, experts, first, down, format, result)
+            pieces = job.dialect.bank_tensors(bank, experts.start, *packed, job.activations)
+        for name, tensor, row in pieces:
+            writer.put(name, tensor, row)
+        advance(first.nbytes + down.nbytes)
+
+
+def _encode_bank(
+    job: Job, bank: Bank, experts: range, first: Tensor, down: Tensor, format: str, result: Result
+) -> tuple[Packed, Packed]:
+    into, out = _encode(first, format, bank.module), _encode(down, format, bank.module)
+    if job.sidecar is not None:
+        kept = [job.sidecar.expert(bank, expert, STORED[format]) for expert in experts]
+        intos = [kept_codes.reuse(k and k[0], first, into, i) for i, k in enumerate(kept)]
+        outs = [kept_codes.reuse(k and k[1], down, out, i) for i, k in enumerate(kept)]
+        for k, a, b in zip(kept, intos, outs, strict=True):
+            result.reused += 0 if k is None else (a is k[0]) * len(bank.inputs) + (b is k[1])
+        into, out = stack(intos), stack(outs)
+    if job.observe is not None:
+        job.observe(bank.module, first, into)
+        job.observe(bank.module, down, out)
+    return into, out
+
+
+def _encode(weight: Tensor, format: str, module: str) -> Packed:
+    try:
+        return encode(weight, format)
+    except CheckpointError as error:
+        raise CheckpointError(f"{module}: {error}") from None
+
+
+def _write_linears(
+    job: Job, group: list[Linear], writer: Writer, result: Result, advance: Callable[[int], None]
+) -> None:
+    weights = [job.folder.read(linear.tensors[0]) for linear in group]
+    format = job.formats[group[0].module]
+    whole = _encode(torch.cat(weights) if len(weights) > 1 else weights[0], format, group[0].module)
+    start = 0
+    for linear, weight in zip(group, weights, strict=True):
+        packed = whole.rows(slice(start, start + linear.rows))
+        start += linear.rows
+        if job.sidecar is not None:
+            fresh = packed
+            packed = kept_codes.reuse(job.sidecar.load(linear.module, STORED[format]), weight, fresh)
+            result.reused += packed is not fresh
+        if job.observe is not None:
+            job.observe(linear.module, weight, packed)
+        for name, tensor, row in job.dialect.matrix_tensors(linear.module, packed, job.activations):
+            writer.put(name, tensor, row)
+        advance(weight.nbytes)
+
+
+def _write_plain(job: Job, name: str, writer: Writer, advance: Callable[[int], None]) -> None:
+    entry, dtype = job.folder.entry(name), writer.specs[name].dtype
+    if not entry.shape or entry.nbytes <= CHUNK_BYTES:
+        chunks: Iterator[range | None] = iter([None])
+    else:
+        chunks = iter(_chunks(entry.shape[0], entry.nbytes))
+    for rows in chunks:
+        tensor = job.folder.read(name, None if rows is None else slice(rows.start, rows.stop))
+        advance(tensor.nbytes)
+        if NAMES[tensor.dtype] != dtype:
+            tensor = tensor.to(torch.bfloat16)
+        writer.put(name, tensor, 0 if rows is None else rows.start)
+
+
+def _configs(job: Job) -> dict[str, dict[str, Any]]:
+    written, plain = [], []
+    for unit in job.units:
+        kind = job.formats.get(unit.module)
+        modules = job.dialect.bank_modules(unit) if isinstance(unit, Bank) else [unit.module]
+        if kind is not None:
+            written += [Written(module=module, kind=STORED[kind]) for module in modules]
+        else:
+            plain += modules
+    config = {key: value for key, value in job.folder.config.items() if key != "quantization_config"}
+    if job.rest == "bf16":
+        config["dtype"] = "bfloat16"
+        config.pop("torch_dtype", None)
+    return job.dialect.configs(config, written, plain, job.activations)

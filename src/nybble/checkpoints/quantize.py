@@ -1,0 +1,105 @@
+"""`nybble quantize`: the same writers for a model that was trained in high precision, with the error of each layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from torch import Tensor, float64
+
+from nybble.checkpoints import plan
+from nybble.checkpoints.engine import Job
+from nybble.checkpoints.export import ExportReport, dialect_of, model_folder, write_folder
+from nybble.checkpoints.packed import Packed
+from nybble.checkpoints.safetensors_io import Folder
+from nybble.checkpoints.source import find_units
+from nybble.errors import CheckpointError
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizeConfig:
+    """What to quantise, and how."""
+
+    model: Path
+    """A transformers folder in FP32, BF16 or FP16."""
+    out: Path
+    """The folder to write. It appears when it is whole."""
+    format: str = "compressed-tensors"
+    """Dialect: compressed-tensors, modelopt or inkling2."""
+    weights: str = "nvfp4"
+    """Format of the weights: nvfp4, nvfp4-4over6, mxfp4 or mxfp8."""
+    scheme: Literal["w4a16", "w4a4"] = "w4a16"
+    """w4a16 quantises weights only; w4a4 tells the server to quantise activations too, without calibration."""
+    scope: Literal["auto", "experts", "all"] = "auto"
+    """experts quantises routed experts, all every linear but heads and routers; auto is experts where there are any."""
+    last_mxfp8: str = "0"
+    """Fraction of the layers, from the last back, whose weights are MXFP8: 1/6 is the split of the inkling recipe."""
+    max_shard_gb: float = 5.0
+    """Largest file, in 10^9 bytes."""
+    overwrite: bool = False
+    """Replace `out` if it exists."""
+    progress: bool = True
+    """Show a progress bar."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizeReport:
+    """What was written, and how far it is from the original."""
+
+    written: ExportReport
+    errors: dict[str, float]
+    """Relative squared error |Q(W) - W|^2 / |W|^2 by module, its matrices together."""
+
+    def text(self) -> str:
+        """A table a person reads: one line a module, the mean last."""
+        width = max(len(module) for module in self.errors)
+        lines = [f"{'module'.ljust(width)}  format         relative squared error"]
+        for module, error in self.errors.items():
+            lines.append(f"{module.ljust(width)}  {self.written.formats[module]:13}  {error:.5f}")
+        mean = sum(self.errors.values()) / len(self.errors)
+        lines.append(f"{'mean'.ljust(width)}  {'':13}  {mean:.5f}")
+        return "\n".join([*lines, self.written.text()])
+
+
+def quantize_model(config: QuantizeConfig) -> QuantizeReport:
+    """Quantise a folder's weights and write them in a dialect.
+
+    Raises:
+        CheckpointError: nothing to quantise, an unknown format or dialect, a width that no block divides, a bad file.
+    """
+    path = model_folder(config.model)
+    folder = Folder.open(path)
+    units = find_units(folder)
+    try:
+        formats = plan.uniform(units, config.weights, config.scope, config.last_mxfp8)
+    except (ValueError, ZeroDivisionError):
+        raise CheckpointError(f"last_mxfp8 is {config.last_mxfp8!r}; write a fraction such as 1/6") from None
+    if not formats:
+        raise CheckpointError(f"{path}: has no weights in the scope {config.scope!r}; try --scope all")
+    dialect = dialect_of(config.format)
+    plan.check(units, formats, dialect)
+    squares: dict[str, list[float]] = {}
+
+    def observe(module: str, weight: Tensor, packed: Packed) -> None:
+        original = weight.float()
+        error = (packed.decode() - original).square_().sum(dtype=float64)
+        sums = squares.setdefault(module, [0.0, 0.0])
+        sums[0] += float(error)
+        sums[1] += float(original.square().sum(dtype=float64))
+
+    job = Job(
+        folder=folder,
+        units=units,
+        formats=formats,
+        dialect=dialect,
+        activations=config.scheme == "w4a4",
+        rest="bf16",
+        max_shard_bytes=int(config.max_shard_gb * 1e9),
+        fuse=True,
+        progress="quantize" if config.progress else None,
+        observe=observe,
+    )
+    written = write_folder(job, config.out, config.overwrite)
+    errors = {module: error / total if total else 0.0 for module, (error, total) in squares.items()}
+    return QuantizeReport(written=written, errors=errors)
