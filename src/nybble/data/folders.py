@@ -47,7 +47,7 @@ def whole_folder(out: Path) -> Iterator[Path]:
 def _remove_abandoned(parent: Path, prefix: str) -> None:
     """Remove what runs on this machine left behind that were killed outright."""
     for folder in parent.glob(f"{prefix}*"):
-        pid = folder.name.removeprefix(prefix)
+        pid = folder.name.removeprefix(prefix).removesuffix("-old")
         if pid.isdigit() and not Path(f"/proc/{pid}").exists() and Path("/proc/self").exists():
             shutil.rmtree(folder, ignore_errors=True)
 

@@ -53,6 +53,8 @@ class PrepareConfig:
     def __post_init__(self) -> None:
         if isinstance(self.source, str):
             object.__setattr__(self, "source", (self.source,))
+        if self.out is not None:
+            object.__setattr__(self, "out", Path(self.out))
         if not self.source:
             raise DataError(f"source is empty: name files, folders or a corpus ({', '.join(CORPORA)})")
         if not 0 <= self.val_fraction < 1:

@@ -136,8 +136,9 @@ def _read_text(file: Path) -> Iterator[Document]:
                 carried += chunk
                 if len(carried) > PIECE_CHARACTERS:
                     cut = _cut(carried)
-                    yield Document(carried[:cut], source_bytes=min(cut, weight))
-                    weight -= min(cut, weight)
+                    share = min(len(carried[:cut].encode()), weight)
+                    yield Document(carried[:cut], source_bytes=share)
+                    weight -= share
                     carried = carried[cut:]
     except UnicodeDecodeError as error:
         raise DataError(

@@ -54,12 +54,13 @@ class Splitter:
         return int.from_bytes(digest, "big") < self.val_fraction * 2**64
 
     def _cut(self, document: Document) -> Iterator[Document]:
-        """Cut before the last `val_fraction` of the text, at the next line or word that begins there."""
+        """Cut before the last `val_fraction` of the text, at a line or word that begins soon after."""
         text = document.text
         cut = int(len(text) * (1 - self.val_fraction))
+        soon = (cut + len(text)) // 2
         for mark in ("\n", " "):
-            found = text.find(mark, cut)
-            if 0 <= found < len(text) - 1:
+            found = text.find(mark, max(0, cut - 1), soon)
+            if found >= 0:
                 cut = found + 1
                 break
         yield Document(text[:cut], "train", document.source_bytes)
