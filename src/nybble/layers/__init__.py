@@ -1,0 +1,8 @@
+"""Quantised layers, and `convert`, which puts them into a model."""
+
+from nybble.layers.convert import Report, convert
+from nybble.layers.experts import Experts
+from nybble.layers.linear import Linear
+from nybble.layers.step import StepState, set_step
+
+__all__ = ["Experts", "Linear", "Report", "StepState", "convert", "set_step"]

@@ -1,0 +1,97 @@
+"""The activation between the two products of an expert, and its derivative.
+
+Known ones have their derivative written out: an elementwise pass costs as much as a product of small experts on a CPU, and
+autograd makes a dozen of them. Any other activation goes through torch.func.vjp.
+"""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class Activation:
+    """h [R, I] of the up product: [R, 2I] of gate and up beside each other, or [R, I] without a gate."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.function, self.known = _find(module)
+
+    def __call__(self, gate_up: Tensor) -> Tensor:
+        """The model's own activation."""
+        return self.function(gate_up)
+
+    def backward(self, gate_up: Tensor, dh: Tensor) -> Tensor:
+        """Gradient at gate_up [R, 2I] for dh [R, I], in FP32."""
+        gate_up, dh = gate_up.float(), dh.float()
+        if self.known is not None:
+            return self.known(gate_up, dh)
+        _, pull = torch.func.vjp(self.function, gate_up)
+        out: Tensor = pull(dh)[0]
+        return out
+
+
+def _find(module: nn.Module) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor] | None]:
+    act: Any = module.act_fn
+    if not hasattr(module, "gate_up_proj"):
+        return act, None
+    caps = _caps(act)
+    if caps is not None:
+        return _two(act), lambda x, dh: softcapped_backward(x, dh, *caps)
+    if hasattr(module, "_apply_gate"):
+        apply_gate: Callable[[Tensor], Tensor] = module._apply_gate
+        default = getattr(apply_gate, "__name__", "") == "_default_apply_gate"
+    else:
+        default = len(inspect.signature(act.forward if isinstance(act, nn.Module) else act).parameters) == 1
+        apply_gate = _gated(act) if default else _two(act)
+    silu = isinstance(act, nn.SiLU) or type(act).__name__ == "SiLUActivation" or act is F.silu
+    return apply_gate, silu_backward if silu and default else None
+
+
+def _two(act: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    def apply(gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return act(gate, up)
+
+    return apply
+
+
+def _gated(act: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    def apply(gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return act(gate) * up
+
+    return apply
+
+
+def _caps(act: Any) -> tuple[float, float] | None:
+    """The caps of a soft-capped SwiGLU, ours or transformers'."""
+    if hasattr(act, "gate_cap") and hasattr(act, "up_cap"):
+        return float(act.gate_cap), float(act.up_cap)
+    gate, up = getattr(act, "gate_softcap", None), getattr(act, "up_softcap", None)
+    if hasattr(gate, "softcap") and hasattr(up, "softcap"):
+        return float(gate.softcap), float(up.softcap)
+    return None
+
+
+def softcapped_backward(gate_up: Tensor, dh: Tensor, gate_cap: float, up_cap: float) -> Tensor:
+    """Gradient of a tanh(g / a) sigmoid(g) b tanh(u / b), which Inkling 2 uses, at [R, 2I] FP32 for dh [R, I]."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    s, tg, tu = torch.sigmoid(gate), torch.tanh(gate / gate_cap), torch.tanh(up / up_cap)
+    left = tg * s
+    # d(tg * s) = s (1 - tg^2) / a + tg s (1 - s), where tg * s is `left`
+    slope = (s - left * tg) / gate_cap + (left - left * s)
+    dgate = slope * tu * dh * (gate_cap * up_cap)
+    dup = (left - left * tu * tu) * dh * gate_cap
+    return torch.cat([dgate, dup], dim=-1)
+
+
+def silu_backward(gate_up: Tensor, dh: Tensor) -> Tensor:
+    """Gradient of silu(g) * u at [R, 2I] FP32 for dh [R, I]."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    s = torch.sigmoid(gate)
+    y = gate * s
+    dgate = dh * up * (s + y - y * s)
+    return torch.cat([dgate, dh * y], dim=-1)

@@ -1,0 +1,249 @@
+"""Routed experts whose GEMMs take the operands that a recipe names.
+
+Legend: T tokens, k experts a token, E experts, H hidden, I expert width, R = T * k routed rows, sorted by expert.
+    up    gate_up[R,2I] = x[R,H] @ Wup[E,2I,H].T        h = act(gate_up)
+    down  out[R,H]      = h[R,I] @ Wdown[E,H,I].T       y[t] = sum over its k rows of w[r] * out[r]
+Rows of one expert are one group: blocks along T never span two experts.
+"""
+
+import copyreg
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from nybble.formats import Operand as Role
+from nybble.layers import gemm, kept
+from nybble.layers.activation import Activation
+from nybble.layers.linear import planned
+from nybble.layers.operand import Values, cast, compute_dtype, outer, product
+from nybble.layers.routing import Route, combine, route
+from nybble.layers.step import StepState
+from nybble.layers.weights import Spec, Weight, WeightCache
+from nybble.recipes import Operand
+
+DOWN = 8
+"""Added to the operand numbers of the down product, so that its draws are not those of the up product."""
+
+
+class Plan(NamedTuple):
+    """What a pass needs besides tensors."""
+
+    up: Weight
+    down: Weight
+    activation: Activation
+    k: int
+    keep_x: bool
+    keep_h: bool
+    keep_gate_up: bool
+    """False: it is not needed, or computed again in the backward pass."""
+
+
+class Experts(nn.Module):
+    """Fused experts with the GEMMs of a recipe: mixed into the model's own class by `convert`. Same parameters."""
+
+    specs: tuple[Spec, Spec]
+    step_state: StepState
+    weight_caches: tuple[WeightCache, WeightCache]
+    keep: str
+    """"recompute" or "activations"."""
+
+    def forward(
+        self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, rows: Tensor | None = None
+    ) -> Tensor:
+        """Weighted sum of the outputs of each token's experts.
+
+        Args:
+            hidden_states: [T, H].
+            top_k_index: int64 [T, k]; an index of E or more is an expert that is not here, and adds nothing.
+            top_k_weights: [T, k].
+            rows: int64 [T], what each token counts as in random draws; its own index when None.
+        Returns:
+            [T, H] in the dtype of hidden_states, summed in FP32.
+        """
+        up, down = getattr(self, up_name(self)), self.down_proj
+        x = hidden_states.reshape(-1, hidden_states.shape[-1])
+        grad = torch.is_grad_enabled()
+        recompute = self.keep == "recompute" and kept.repeatable(x, self.specs[0].gemms)
+        plan = Plan(
+            up=planned(up, self.specs[0], self.weight_caches[0], self.step_state),
+            down=planned(down, self.specs[1], self.weight_caches[1], self.step_state),
+            activation=Activation(self),
+            k=top_k_index.shape[-1],
+            keep_x=grad and (up.requires_grad or recompute),
+            keep_h=grad and (down.requires_grad or top_k_weights.requires_grad),
+            keep_gate_up=grad and not recompute,
+        )
+        order, ends, _ = route(top_k_index, up.shape[0])
+        key, weight_key = self.step_state.keys(x.device)
+        y: Tensor = _Experts.apply(x, top_k_weights, up, down, order, ends, rows, key, weight_key, plan)
+        return y.view(hidden_states.shape)
+
+    def extra_repr(self) -> str:
+        return " ".join(self.specs[0].gemms.texts())
+
+    def __reduce__(self) -> Any:
+        # The class of a converted module is made at run time: it is found again from the model's own.
+        return _rebuild, (type(self).__mro__[2],), self.__dict__
+
+
+@cache
+def experts_class(original: type[nn.Module]) -> type[nn.Module]:
+    """`original` with the forward pass of Experts; isinstance checks against it still hold."""
+    return type(original.__name__, (Experts, original), {"__module__": original.__module__})
+
+
+def _rebuild(original: type[nn.Module]) -> Any:
+    return copyreg.__newobj__(experts_class(original))  # type: ignore[attr-defined]
+
+
+def up_name(module: nn.Module) -> str:
+    """Name of the first weight: gated experts have gate_up_proj, others up_proj."""
+    return "gate_up_proj" if hasattr(module, "gate_up_proj") else "up_proj"
+
+
+class _Experts(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weights: Tensor,
+        w_up: Tensor,
+        w_down: Tensor,
+        order: Tensor,
+        ends: Tensor,
+        rows: Tensor | None,
+        key: Tensor,
+        weight_key: Tensor,
+        plan: Plan,
+    ) -> Tensor:
+        routed = Route(order, ends, plan.k)
+        spec = plan.up.spec
+        dtype = compute_dtype(x.device, spec.gemms.fprop.x, spec.gemms.fprop.w)
+        # x is quantised once a token, before it is copied to its k rows: with an outer scale a token, or none, that
+        # gives the same codes.
+        draw = spec.draw(Role.FPROP_X, key)._replace(rows=rows)
+        values, saved_x = kept.keep(x, spec.gemms, plan.keep_x, dtype, draw)
+        gate_up = _rows_product(values, routed, spec.gemms.fprop.x, plan.up.fprop(w_up, weight_key, dtype), spec, x.dtype)
+        h = plan.activation(gate_up)
+        spec = plan.down.spec
+        dtype = compute_dtype(x.device, spec.gemms.fprop.x, spec.gemms.fprop.w)
+        draw = spec.draw(Role.FPROP_X, key)._replace(rows=routed.draw_rows(rows))
+        (h_values, h_amax), saved_h = kept.keep(h, spec.gemms, plan.keep_h, dtype, draw)
+        w, w_amax = plan.down.fprop(w_down, weight_key, dtype)
+        out = gemm.grouped_rows(h_values, w, ends, True)
+        # The epilogue's scale and the routing weight are one factor a row.
+        scale = _row_scale(h_amax, spec.gemms.fprop.x, w_amax, spec.gemms.fprop.w, routed)
+        factor = product(weights.reshape(-1)[routed.pair()].float(), scale)
+        y = combine(out, factor, routed.place(), plan.k, x.dtype)
+        saved = [*saved_x, *saved_h, *([gate_up] if plan.keep_gate_up else [])]
+        ctx.save_for_backward(weights, w_up, w_down, order, ends, rows, key.clone(), weight_key.clone(), *saved)
+        ctx.plan, ctx.counts = plan, (len(saved_x), len(saved_h))
+        ctx.shapes, ctx.dtype = (x.shape, h.shape), x.dtype
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        weights, w_up, w_down, order, ends, rows, key, weight_key, *saved = ctx.saved_tensors
+        plan: Plan = ctx.plan
+        routed = Route(order, ends, plan.k)
+        n, m = ctx.counts
+        saved_x, saved_h = saved[:n], saved[n : n + m]
+        x_shape, h_shape = ctx.shapes
+        need_x, need_weights, need_up, need_down = ctx.needs_input_grad[:4]
+        token, pairs, place = routed.token(), routed.draw_rows(rows), routed.place()
+        factor = weights.reshape(-1)[routed.pair()].float().unsqueeze(-1)
+        dx = dweights = dw_up = dw_down = None
+        spec = plan.down.spec
+        if need_down:
+            # GEMM wgrad of down: (w * dy)[R,H].T @ h[R,I] -> dWdown[E,H,I]
+            dy_rows = (dy[token].float() * factor).to(dy.dtype)
+            dw_down = _wgrad(dy_rows, saved_h, h_shape, spec, key, pairs, ends, w_down.dtype)
+            del dy_rows
+        if need_x or need_weights or need_up:
+            # GEMM dgrad of down: dy[R,H] @ Wdown[E,H,I] -> g[R,I], before the routing weight, so that dy is
+            # quantised once a token.
+            dgrad = spec.gemms.dgrad
+            dtype = compute_dtype(dy.device, dgrad.dy, dgrad.w)
+            values = cast(dy, dgrad.dy, -1, dtype, spec.draw(Role.DGRAD_DY, key)._replace(rows=rows))
+            w = plan.down.dgrad(w_down, weight_key, dtype)
+            g = _rows_product(values, routed, dgrad.dy, w, spec, torch.float32, dgrad=True)
+            if need_weights:
+                # dL/dw[r] = <dy, out[r]> = <dy, h[r] @ Wdown.T> = <dy @ Wdown, h[r]> = <g[r], h[r]>: the outputs of
+                # the experts need not be kept.
+                draw = spec.draw(Role.FPROP_X, key)._replace(rows=pairs)
+                h = kept.fprop_again(saved_h, spec.gemms, h_shape, torch.float32, draw, full=True).values
+                dweights = (g * h).sum(-1)[place].view(weights.shape).to(weights.dtype)
+                del h
+        if need_x or need_up:
+            spec = plan.up.spec
+            if plan.keep_gate_up:
+                gate_up = saved[-1]
+            else:
+                fprop = spec.gemms.fprop
+                dtype = compute_dtype(dy.device, fprop.x, fprop.w)
+                draw = spec.draw(Role.FPROP_X, key)._replace(rows=rows)
+                values = kept.fprop_again(saved_x, spec.gemms, x_shape, dtype, draw)
+                w = plan.up.fprop(w_up, weight_key, dtype)
+                gate_up = _rows_product(values, routed, fprop.x, w, spec, ctx.dtype)
+            d_up = plan.activation.backward(gate_up, g * factor).to(dy.dtype)
+            del gate_up, g
+            if need_up:
+                # GEMM wgrad of up: d_up[R,2I].T @ x[R,H] -> dWup[E,2I,H]
+                x_rows = kept.take(saved_x, spec.gemms, token)
+                shape = (token.shape[0], x_shape[1])
+                dw_up = _wgrad(d_up, x_rows, shape, spec, key, pairs, ends, w_up.dtype)
+                del x_rows
+            if need_x:
+                # GEMM dgrad of up: d_up[R,2I] @ Wup[E,2I,H] -> dx[R,H], then the sum over the k rows of a token
+                dgrad = spec.gemms.dgrad
+                dtype = compute_dtype(dy.device, dgrad.dy, dgrad.w)
+                draw = spec.draw(Role.DGRAD_DY, key)._replace(rows=pairs)
+                a, a_amax = cast(d_up, dgrad.dy, -1, dtype, draw)
+                w, w_amax = plan.up.dgrad(w_up, weight_key, dtype)
+                scale = _row_scale(a_amax, dgrad.dy, w_amax, dgrad.w, routed)
+                dx = combine(gemm.grouped_rows(a, w, ends, False), scale, place, plan.k, ctx.dtype)
+        return dx, dweights, dw_up, dw_down, None, None, None, None, None, None
+
+
+def _rows_product(
+    a: Values, routed: Route, a_spec: Operand, w: Values, spec: Spec, dtype: torch.dtype, dgrad: bool = False
+) -> Tensor:
+    """Product of each row's token with its expert's matrix, from values of the T tokens: [R, N] in `dtype`."""
+    token = routed.token()
+    amax = a.amax[token] if a.amax.dim() == 1 and a.amax.shape[0] == a.values.shape[0] and a_spec.outer == "row" else a.amax
+    out = gemm.grouped_rows(a.values[token], w.values, routed.ends, not dgrad)
+    w_spec = spec.gemms.dgrad.w if dgrad else spec.gemms.fprop.w
+    return gemm.scaled(out, _row_scale(amax, a_spec, w.amax, w_spec, routed)).to(dtype)
+
+
+def _row_scale(
+    a_amax: Tensor, a_spec: Operand, w_amax: Tensor, w_spec: Operand, routed: Route
+) -> Tensor | None:
+    """Outer scale of each row [R] (or of all, []), from those of the row and of its expert's matrix."""
+    w_scale = outer(w_amax, w_spec)
+    if w_scale is not None and w_scale.dim():
+        w_scale = w_scale[routed.expert()]
+    return product(outer(a_amax, a_spec), w_scale)
+
+
+def _wgrad(
+    dy: Tensor,
+    saved: kept.Saved,
+    shape: tuple[int, ...],
+    spec: Spec,
+    key: Tensor,
+    pairs: Tensor,
+    ends: Tensor,
+    dtype: torch.dtype,
+) -> Tensor:
+    """dy[R,N].T @ x[R,K] over each expert's rows: [E, N, K]."""
+    wgrad = spec.gemms.wgrad
+    compute = compute_dtype(dy.device, wgrad.dy, wgrad.x)
+    a, a_amax = cast(dy, wgrad.dy, -2, compute, spec.draw(Role.WGRAD_DY, key)._replace(rows=pairs), ends)
+    draw = spec.draw(Role.WGRAD_X, key)._replace(rows=pairs)
+    b, b_amax = kept.wgrad_operand(saved, spec.gemms, shape, compute, draw, ends)
+    scale = product(outer(a_amax, wgrad.dy), outer(b_amax, wgrad.x))
+    out = gemm.grouped_columns(a, b, ends, dtype if scale is None else torch.float32)
+    return out if scale is None else (out * (scale[:, None, None] if scale.dim() else scale)).to(dtype)

@@ -1,0 +1,66 @@
+"""What a layer keeps of an operand for its backward pass: forward codes, or the original in 16 bits, never both.
+
+A list of saved tensors is codes, scales and amax when wgrad.x is re-rounded from the forward value, else the original
+alone; it is empty where nothing is kept.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from nybble.layers.operand import Codes, Draw, Values, cast, decode, encode, recast, take_rows
+from nybble.recipes import GemmTable
+
+Saved = list[Tensor]
+
+
+def from_codes(gemms: GemmTable) -> bool:
+    """True when the backward pass works from forward codes."""
+    return gemms.wgrad.x.source == "forward"
+
+
+def kept_dtype(x: Tensor, gemms: GemmTable) -> torch.dtype:
+    """In which dtype an original waits for the backward pass: 16 bits, unless wgrad takes it in FP32."""
+    return x.dtype if x.element_size() == 2 or gemms.wgrad.x.format == "fp32" else torch.bfloat16
+
+
+def keep(x: Tensor, gemms: GemmTable, wanted: bool, dtype: torch.dtype, draw: Draw) -> tuple[Values, Saved]:
+    """The operand of fprop in `dtype`, and what to save of it (nothing unless `wanted`)."""
+    if wanted and from_codes(gemms):
+        codes = encode(x, gemms.fprop.x, -1, draw)
+        return Values(decode(codes, gemms.fprop.x, -1, x.shape, dtype), codes.amax), list(codes)
+    values = cast(x, gemms.fprop.x, -1, dtype, draw)
+    return values, [x.to(kept_dtype(x, gemms))] if wanted else []
+
+
+def repeatable(x: Tensor, gemms: GemmTable) -> bool:
+    """True when what is kept of x gives the operand of fprop again to the last bit."""
+    return from_codes(gemms) or gemms.fprop.x.format == "bf16" or kept_dtype(x, gemms) == x.dtype
+
+
+def fprop_again(
+    saved: Saved, gemms: GemmTable, shape: Sequence[int], dtype: torch.dtype, draw: Draw, full: bool = False
+) -> Values:
+    """The operand of fprop from what was saved; with `full` its outer scale is multiplied in."""
+    if from_codes(gemms):
+        codes = Codes(*saved)
+        return Values(decode(codes, gemms.fprop.x, -1, shape, dtype, apply_outer=full), codes.amax)
+    if full:
+        codes = encode(saved[0], gemms.fprop.x, -1, draw)
+        return Values(decode(codes, gemms.fprop.x, -1, shape, dtype, apply_outer=True), codes.amax)
+    return cast(saved[0], gemms.fprop.x, -1, dtype, draw)
+
+
+def wgrad_operand(
+    saved: Saved, gemms: GemmTable, shape: Sequence[int], dtype: torch.dtype, draw: Draw, ends: Tensor | None = None
+) -> Values:
+    """x [T, K] as the operand of wgrad, along T (along each group of `ends`)."""
+    if from_codes(gemms):
+        return recast(Codes(*saved), gemms.fprop.x, -1, shape, gemms.wgrad.x, -2, dtype, draw, ends)
+    return cast(saved[0], gemms.wgrad.x, -2, dtype, draw, ends)
+
+
+def take(saved: Saved, gemms: GemmTable, index: Tensor) -> Saved:
+    """Rows of what was saved."""
+    return list(take_rows(Codes(*saved), gemms.fprop.x, index)) if from_codes(gemms) else [saved[0][index]]

@@ -1,0 +1,98 @@
+"""A linear layer whose three GEMMs take the operands that a recipe names.
+
+Legend: T tokens, K input features, N output features.
+    fprop  y[T,N]  = x[T,K] @ W[N,K].T      operands along K
+    dgrad  dx[T,K] = dy[T,N] @ W[N,K]       operands along N
+    wgrad  dW[N,K] = dy[T,N].T @ x[T,K]     operands along T
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from nybble.formats import Operand as Role
+from nybble.layers import gemm, kept
+from nybble.layers.operand import cast, compute_dtype, outer, product
+from nybble.layers.step import StepState
+from nybble.layers.weights import Spec, Weight, WeightCache, tag_of
+
+
+class Plan(NamedTuple):
+    """What a pass needs besides tensors."""
+
+    weight: Weight
+    keep_x: bool
+    """False for a frozen weight: nothing of x is kept."""
+    x_dtype: torch.dtype
+
+
+class Linear(nn.Linear):
+    """`nn.Linear` with the GEMMs of a recipe. Same parameters, any input dtype, output in the input's dtype."""
+
+    spec: Spec
+    step_state: StepState
+    weight_cache: WeightCache
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., K] -> [..., N]."""
+        key, weight_key = self.step_state.keys(x.device)
+        keep_x = torch.is_grad_enabled() and self.weight.requires_grad
+        plan = Plan(planned(self.weight, self.spec, self.weight_cache, self.step_state), keep_x, x.dtype)
+        y: Tensor = _Linear.apply(x.reshape(-1, x.shape[-1]), self.weight, self.bias, key, weight_key, plan)
+        return y.view(*x.shape[:-1], y.shape[-1])
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, {' '.join(self.spec.gemms.texts())}"
+
+
+def planned(weight: Tensor, spec: Spec, cache: WeightCache, state: StepState) -> Weight:
+    """The weight with its cache, where one may be used: between calls of `set_step`, and not inside a compiled graph.
+
+    A graph cannot tell whether a weight has changed, so it quantises the weight whenever it runs.
+    """
+    if not state.managed or cache.mode == "none" or torch.compiler.is_compiling():
+        return Weight(spec, None, None)
+    return Weight(spec, cache, tag_of(weight, state.generation))
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, key: Tensor, weight_key: Tensor, plan: Plan
+    ) -> Tensor:
+        spec = plan.weight.spec
+        fprop = spec.gemms.fprop
+        dtype = compute_dtype(x.device, fprop.x, fprop.w)
+        (values, amax), saved = kept.keep(x, spec.gemms, plan.keep_x, dtype, spec.draw(Role.FPROP_X, key))
+        w, w_amax = plan.weight.fprop(weight, weight_key, dtype)
+        scale = product(outer(amax, fprop.x), outer(w_amax, fprop.w))
+        ctx.save_for_backward(weight, key.clone(), weight_key.clone(), *saved)
+        ctx.plan, ctx.shape, ctx.has_bias = plan, x.shape, bias is not None
+        if bias is None:
+            return gemm.matmul(values, w.t(), scale, x.dtype)
+        return (gemm.matmul(values, w.t(), scale, torch.float32) + bias.float()).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        weight, key, weight_key, *saved = ctx.saved_tensors
+        plan: Plan = ctx.plan
+        spec = plan.weight.spec
+        gemms = spec.gemms
+        dx = dw = dbias = None
+        if ctx.needs_input_grad[0]:
+            dtype = compute_dtype(dy.device, gemms.dgrad.dy, gemms.dgrad.w)
+            a, a_amax = cast(dy, gemms.dgrad.dy, -1, dtype, spec.draw(Role.DGRAD_DY, key))
+            w, w_amax = plan.weight.dgrad(weight, weight_key, dtype)
+            scale = product(outer(a_amax, gemms.dgrad.dy), outer(w_amax, gemms.dgrad.w))
+            dx = gemm.matmul(a, w, scale, plan.x_dtype)
+        if ctx.needs_input_grad[1]:
+            dtype = compute_dtype(dy.device, gemms.wgrad.dy, gemms.wgrad.x)
+            a, a_amax = cast(dy, gemms.wgrad.dy, -2, dtype, spec.draw(Role.WGRAD_DY, key))
+            b, b_amax = kept.wgrad_operand(saved, gemms, ctx.shape, dtype, spec.draw(Role.WGRAD_X, key))
+            scale = product(outer(a_amax, gemms.wgrad.dy), outer(b_amax, gemms.wgrad.x))
+            dw = gemm.matmul(a.t(), b, scale, weight.dtype)
+        if ctx.has_bias and ctx.needs_input_grad[2]:
+            dbias = dy.sum(0, dtype=torch.float32).to(weight.dtype)
+        return dx, dw, dbias, None, None, None
+

@@ -1,0 +1,127 @@
+"""Operands of a GEMM: values without their outer scale, and the codes that a layer keeps for its backward pass.
+
+NVFP4 and MX values without the outer scale are exact in BF16; values of the FP8 formats include an FP32 block scale and
+are rounded to BF16 where a GEMM computes in it.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from nybble import formats
+from nybble.formats import outer as outer_scale
+from nybble.recipes import Operand
+
+
+class Codes(NamedTuple):
+    """What `nybble::quantize` returns; for bf16 and fp32 the codes are the values, in the layout of the tensor."""
+
+    codes: Tensor
+    scales: Tensor
+    amax: Tensor
+
+
+class Values(NamedTuple):
+    """Values for a GEMM, and the outer amax [R], [E], [1], [] or [0] whose scale goes into its epilogue."""
+
+    values: Tensor
+    amax: Tensor
+
+
+class Draw(NamedTuple):
+    """What names the random draws of an operand."""
+
+    key: Tensor
+    layer: int
+    operand: int
+    rows: Tensor | None = None
+
+
+_PLAIN = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+def compute_dtype(device: torch.device, *operands: Operand) -> torch.dtype:
+    """In which dtype a GEMM of these operands is computed: BF16 on GPUs, FP32 on CPUs (no fast BF16 there)."""
+    full = device.type == "cpu" or any(operand.format == "fp32" for operand in operands)
+    return torch.float32 if full else torch.bfloat16
+
+
+def encode(x: Tensor, spec: Operand, axis: int, draw: Draw, offs: Tensor | None = None) -> Codes:
+    """Codes of `x` along `axis`."""
+    if spec.format in _PLAIN:
+        none = x.new_empty(0, dtype=torch.float32)
+        return Codes(x.to(_PLAIN[spec.format]), none, none)
+    return Codes(*torch.ops.nybble.quantize(x, spec.format, axis, spec.rounding, spec.outer, *_draw(spec, draw), offs))
+
+
+def decode(
+    codes: Codes, spec: Operand, axis: int, shape: Sequence[int], dtype: torch.dtype, apply_outer: bool = False
+) -> Tensor:
+    """Values of codes, without the outer scale unless `apply_outer`."""
+    if spec.format in _PLAIN:
+        return codes.codes.to(dtype)
+    out: Tensor = torch.ops.nybble.dequantize(*codes, spec.format, axis, shape, dtype, spec.outer, apply_outer)
+    return out
+
+
+def cast(
+    x: Tensor, spec: Operand, axis: int, dtype: torch.dtype, draw: Draw, offs: Tensor | None = None
+) -> Values:
+    """Values of `x` after a quantisation whose codes nobody needs."""
+    if spec.format in _PLAIN:
+        return Values(x.to(_PLAIN[spec.format]).to(dtype), x.new_empty(0, dtype=torch.float32))
+    return Values(
+        *torch.ops.nybble.fake_quantize(
+            x, spec.format, dtype, axis, spec.rounding, spec.outer, *_draw(spec, draw), offs
+        )
+    )
+
+
+def recast(
+    codes: Codes,
+    spec: Operand,
+    axis: int,
+    shape: Sequence[int],
+    to: Operand,
+    to_axis: int,
+    dtype: torch.dtype,
+    draw: Draw,
+    offs: Tensor | None = None,
+) -> Values:
+    """Values of codes brought back to FP32 and rounded again as `to` along `to_axis`."""
+    if spec.format in _PLAIN:
+        return cast(codes.codes, to, to_axis, dtype, draw, offs)
+    if to.format in _PLAIN:
+        return cast(decode(codes, spec, axis, shape, torch.float32, apply_outer=True), to, to_axis, dtype, draw)
+    return Values(
+        *torch.ops.nybble.fake_requantize(
+            *codes, spec.format, axis, spec.outer, shape, to.format, to_axis, dtype,
+            to.rounding, to.outer, *_draw(to, draw), offs,
+        )
+    )  # fmt: skip
+
+
+def take_rows(codes: Codes, spec: Operand, index: Tensor) -> Codes:
+    """Rows of codes that were made along features: legal without a new scale since each token has its own."""
+    amax = codes.amax[index] if spec.outer == "row" and codes.amax.numel() else codes.amax
+    scales = codes.scales[index] if codes.scales.dim() == 2 else codes.scales
+    return Codes(codes.codes[index], scales, amax)
+
+
+def outer(amax: Tensor, spec: Operand) -> Tensor | None:
+    """The outer scale S_dec, of the shape of `amax`; None for formats without one."""
+    fmt = formats.get(spec.format)
+    return outer_scale.decode_scale(fmt, amax) if fmt.two_level else None
+
+
+def product(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    """The scale of an epilogue from those of two operands."""
+    if a is None or b is None:
+        return b if a is None else a
+    return a * b
+
+
+def _draw(spec: Operand, draw: Draw) -> tuple[Tensor | None, int, int, Tensor | None]:
+    return (draw.key if spec.rounding == "stochastic" else None, draw.layer, draw.operand, draw.rows)

@@ -1,0 +1,67 @@
+"""Where a run stands: the seed, step and micro-batch that name every random draw, shared by the layers of a model."""
+
+import torch
+from torch import Tensor, nn
+
+from nybble.formats.philox import check_range
+
+
+class StepState:
+    """Seed, step and micro-batch as int64 tensors, so that compiled and captured graphs follow when they change.
+
+    The tensors are updated in place; a layer clones the key at its forward pass, and its backward pass draws from
+    that clone. Draws of weights always use micro-batch 0: their codes serve all micro-batches of a step.
+    """
+
+    def __init__(self, seed: int = 0) -> None:
+        self.seed, self.step, self.micro = seed, 0, 0
+        self.generation = 0
+        """Counts calls that may follow a change of the weights: cached operands of an older one are not used."""
+        self.managed = False
+        """True once `set_step` was called: only then do layers cache weight operands between forward passes."""
+        self._keys: dict[torch.device, tuple[Tensor, Tensor]] = {}
+
+    def keys(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """(key of activations, key of weights) on `device`, int64 [3] each."""
+        if device not in self._keys:
+            self._keys[device] = (
+                torch.tensor([self.seed, self.step, self.micro], dtype=torch.int64, device=device),
+                torch.tensor([self.seed, self.step, 0], dtype=torch.int64, device=device),
+            )
+        return self._keys[device]
+
+    def set(self, step: int, micro: int = 0, seed: int | None = None) -> None:
+        """Move to `micro` of `step`. Micro-batch 0 begins a step: the weights may have changed."""
+        seed = self.seed if seed is None else seed
+        for field, value in (("seed", seed), ("step", step), ("micro", micro)):
+            check_range(field, value)
+        if micro == 0 or (seed, step) != (self.seed, self.step):
+            self.generation += 1
+        self.seed, self.step, self.micro = seed, step, micro
+        self.managed = True
+        for key, weight_key in self._keys.values():
+            key.copy_(torch.tensor([seed, step, micro]))
+            weight_key.copy_(torch.tensor([seed, step, 0]))
+
+    def __deepcopy__(self, memo: dict[int, object]) -> "StepState":
+        copy = StepState(self.seed)
+        memo[id(self)] = copy
+        copy.step, copy.micro, copy.managed = self.step, self.micro, self.managed
+        return copy
+
+
+def set_step(model: nn.Module, step: int, micro: int = 0, seed: int | None = None) -> None:
+    """Tell the converted layers of `model` which optimiser step and micro-batch come next.
+
+    Call it before each forward pass: draws then differ between steps, and quantised weights are computed once a step.
+    """
+    states: dict[StepState, set[torch.device]] = {}
+    for module in model.modules():
+        state = getattr(module, "step_state", None)
+        if isinstance(state, StepState):
+            states.setdefault(state, set()).update(p.device for p in module.parameters(recurse=False))
+    for state, devices in states.items():
+        state.set(step, micro, seed)
+        for device in devices:
+            # A compiled forward pass must find its key: one made inside a graph would be a constant of it.
+            state.keys(device)

@@ -1,0 +1,128 @@
+"""Weight operands: quantised once an optimiser step, not once a micro-batch.
+
+Within a step (between calls of `set_step`) operands are kept, and used again only while the parameter is the same
+tensor, unchanged: same storage, version, dtype and device. Without `set_step` nothing is kept.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from nybble import formats
+from nybble.formats import Operand as Role
+from nybble.layers.operand import Codes, Draw, Values, cast, decode, encode, recast
+from nybble.recipes import GemmTable
+
+VALUES_LIMIT = {"cpu": 64 << 20, "cuda": 512 << 20}
+"""cache = "auto" keeps values of operands up to this many bytes and codes of larger ones. Values save a dequantisation
+in each pass, which on a CPU is a quarter of the product of a small expert; codes take 4.5 bits a value, not 16 or 32."""
+
+
+class Spec(NamedTuple):
+    """How one weight is quantised, and what names its draws."""
+
+    gemms: GemmTable
+    layer: int
+    role: int
+    """Added to the operand number: modules with two weights use it to draw apart."""
+
+    def draw(self, role: Role, key: Tensor) -> Draw:
+        return Draw(key, self.layer, self.role + int(role))
+
+
+class WeightCache:
+    """Operands of one weight of one module."""
+
+    def __init__(self, mode: str) -> None:
+        self.mode = mode
+        self.tag: tuple[object, ...] = ()
+        self.kept: dict[str, Codes | Values] = {}
+
+    def get(self, name: str, tag: tuple[object, ...]) -> Codes | Values | None:
+        """The operand called `name` if it is still that of the weight that `tag` describes."""
+        if tag != self.tag:
+            self.tag, self.kept = tag, {}
+        return self.kept.get(name)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> "WeightCache":
+        return WeightCache(self.mode)
+
+
+def tag_of(weight: Tensor, generation: int) -> tuple[object, ...]:
+    """What must be equal for a cached operand of `weight` to be used again."""
+    return (generation, weight.data_ptr(), weight._version, weight.dtype, weight.device, weight.shape)
+
+
+class Weight(NamedTuple):
+    """A weight with what is needed to make its operands; `cache` and `tag` are None where nothing is kept."""
+
+    spec: Spec
+    cache: WeightCache | None
+    tag: tuple[object, ...] | None
+
+    def fprop(self, weight: Tensor, key: Tensor, dtype: torch.dtype) -> Values:
+        """Operand of y = x @ W.T, along K."""
+        return self._operand("fprop", weight, key, dtype)
+
+    def dgrad(self, weight: Tensor, key: Tensor, dtype: torch.dtype) -> Values:
+        """Operand of dx = dy @ W, along N; from the value that fprop used when the recipe says "forward"."""
+        return self._operand("dgrad", weight, key, dtype)
+
+    def _operand(self, name: str, weight: Tensor, key: Tensor, dtype: torch.dtype) -> Values:
+        if self._same():
+            name = "fprop"
+        if self.cache is None or self.tag is None:
+            return self._compute(name, weight, key, dtype)
+        hit = self.cache.get(name, self.tag)
+        if isinstance(hit, Codes):
+            return self._decode(name, hit, weight, dtype)
+        if hit is not None:
+            return hit
+        mode = self.cache.mode
+        if mode == "auto":
+            size = weight.numel() * dtype.itemsize
+            mode = "values" if size <= VALUES_LIMIT.get(weight.device.type, 0) else "codes"
+        if mode == "codes":
+            codes = self._codes(name, weight, key)
+            self.cache.kept[name] = codes
+            return self._decode(name, codes, weight, dtype)
+        values = self._compute(name, weight, key, dtype)
+        self.cache.kept[name] = values
+        return values
+
+    def _compute(self, name: str, weight: Tensor, key: Tensor, dtype: torch.dtype) -> Values:
+        weight = weight.detach()
+        gemms = self.spec.gemms
+        if name == "fprop":
+            return cast(weight, gemms.fprop.w, -1, dtype, self.spec.draw(Role.FPROP_W, key))
+        draw = self.spec.draw(Role.DGRAD_W, key)
+        if gemms.dgrad.w.source == "original":
+            return cast(weight, gemms.dgrad.w, -2, dtype, draw)
+        forward = encode(weight, gemms.fprop.w, -1, self.spec.draw(Role.FPROP_W, key))
+        return recast(forward, gemms.fprop.w, -1, weight.shape, gemms.dgrad.w, -2, dtype, draw)
+
+    def _codes(self, name: str, weight: Tensor, key: Tensor) -> Codes:
+        weight = weight.detach()
+        gemms = self.spec.gemms
+        forward_draw = self.spec.draw(Role.FPROP_W, key)
+        if name == "fprop":
+            return encode(weight, gemms.fprop.w, -1, forward_draw)
+        draw = self.spec.draw(Role.DGRAD_W, key)
+        if gemms.dgrad.w.source == "original":
+            return encode(weight, gemms.dgrad.w, -2, draw)
+        forward = encode(weight, gemms.fprop.w, -1, forward_draw)
+        full = decode(forward, gemms.fprop.w, -1, weight.shape, torch.float32, apply_outer=True)
+        return encode(full, gemms.dgrad.w, -2, draw)
+
+    def _decode(self, name: str, codes: Codes, weight: Tensor, dtype: torch.dtype) -> Values:
+        gemms = self.spec.gemms
+        if name == "fprop":
+            return Values(decode(codes, gemms.fprop.w, -1, weight.shape, dtype), codes.amax)
+        return Values(decode(codes, gemms.dgrad.w, -2, weight.shape, dtype), codes.amax)
+
+    def _same(self) -> bool:
+        """Both passes use the same values: BF16 has no axis, and square blocks are the same along either."""
+        w, d = self.spec.gemms.fprop.w, self.spec.gemms.dgrad.w
+        fmt = formats.get(w.format)
+        return w.format == d.format and (fmt.passthrough or (fmt.square and d.source == "forward"))
