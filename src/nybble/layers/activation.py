@@ -1,7 +1,7 @@
 """The activation between the two products of an expert, and its derivative.
 
-Known ones have their derivative written out: an elementwise pass costs as much as a product of small experts on a CPU, and
-autograd makes a dozen of them. Any other activation goes through torch.func.vjp.
+Known ones have their derivative written out: an elementwise pass costs as much as a product of small experts
+on a CPU, and autograd makes a dozen of them. Any other activation goes through torch.func.vjp.
 """
 
 import inspect
@@ -28,8 +28,7 @@ class Activation:
         gate_up, dh = gate_up.float(), dh.float()
         if self.known is not None:
             return self.known(gate_up, dh)
-        _, pull = torch.func.vjp(self.function, gate_up)
-        out: Tensor = pull(dh)[0]
+        out: Tensor = torch.func.vjp(self.function, gate_up)[1](dh)[0]
         return out
 
 
@@ -41,7 +40,7 @@ def _find(module: nn.Module) -> tuple[Callable[[Tensor], Tensor], Callable[[Tens
     if caps is not None:
         return _two(act), lambda x, dh: softcapped_backward(x, dh, *caps)
     if hasattr(module, "_apply_gate"):
-        apply_gate: Callable[[Tensor], Tensor] = module._apply_gate
+        apply_gate: Any = module._apply_gate
         default = getattr(apply_gate, "__name__", "") == "_default_apply_gate"
     else:
         default = len(inspect.signature(act.forward if isinstance(act, nn.Module) else act).parameters) == 1
@@ -70,14 +69,16 @@ def _caps(act: Any) -> tuple[float, float] | None:
     """The caps of a soft-capped SwiGLU, ours or transformers'."""
     if hasattr(act, "gate_cap") and hasattr(act, "up_cap"):
         return float(act.gate_cap), float(act.up_cap)
-    gate, up = getattr(act, "gate_softcap", None), getattr(act, "up_softcap", None)
+    gate: Any = getattr(act, "gate_softcap", None)
+    up: Any = getattr(act, "up_softcap", None)
     if hasattr(gate, "softcap") and hasattr(up, "softcap"):
         return float(gate.softcap), float(up.softcap)
     return None
 
 
 def softcapped_backward(gate_up: Tensor, dh: Tensor, gate_cap: float, up_cap: float) -> Tensor:
-    """Gradient of a tanh(g / a) sigmoid(g) b tanh(u / b), which Inkling 2 uses, at [R, 2I] FP32 for dh [R, I]."""
+    """Gradient of a tanh(g / a) sigmoid(g) b tanh(u / b), which Inkling 2 uses, at [R, 2I] FP32 for dh [R,
+    I]."""
     gate, up = gate_up.chunk(2, dim=-1)
     s, tg, tu = torch.sigmoid(gate), torch.tanh(gate / gate_cap), torch.tanh(up / up_cap)
     left = tg * s

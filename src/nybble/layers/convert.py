@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ from torch import nn
 
 from nybble.errors import RecipeError
 from nybble.layers.experts import DOWN, Experts, experts_class
-from nybble.layers.linear import Linear
+from nybble.layers.linear import Linear, linear_class
 from nybble.layers.step import StepState
 from nybble.layers.weights import Spec, WeightCache
 from nybble.recipes import Recipe, Row, Table, load_recipe, resolve
@@ -33,48 +32,51 @@ class Report:
 def convert(model: nn.Module, recipe: "str | Path | Mapping[str, Any] | Recipe", seed: int = 0) -> Report:
     """Give each linear layer and each module of fused experts in `model` the precision that `recipe` says.
 
-    Modules are swapped in place; parameters stay the same objects under the same names, so that state dicts, optimisers
-    and tied weights work unchanged. A second call replaces the precision of the first.
+    Modules are swapped in place; parameters stay the same objects under the same names, so that state dicts,
+    optimisers and tied weights work unchanged. A second call replaces the precision of the first.
 
     Args:
-        model: any module; `nn.Linear` and fused experts (`gate_up_proj` [E, 2I, H] or `up_proj` [E, I, H], and
+        model: any module; `nn.Linear` and fused experts (`gate_up_proj` [E, 2I, H] or `up_proj` [E, I, H],
+        and
             `down_proj` [E, H, I]) are found inside it.
         recipe: a built-in name, a TOML file, a dict or a Recipe.
         seed: of the draws of stochastic rounding; `set_step` may change it.
     Raises:
-        RecipeError: when a rule matches nothing, a feature axis is not a whole number of blocks, or a module cannot be
+        RecipeError: when a rule matches nothing, a feature axis is not a whole number of blocks, or a module
+        cannot be
             computed as the recipe asks. The model is then unchanged.
     """
     chosen = load_recipe(recipe)
     table = resolve(chosen, model)
     modules = dict(model.named_modules())
+    unfit = {row.name: _unfit(row, modules[row.name]) for row in table.rows}
     for row in table.rows:
-        if not row.protected:
-            _check(row, modules[row.name])
+        if unfit[row.name] and not row.protected and row.gemms.quantised:
+            raise RecipeError(
+                f"{row.name} ({type(modules[row.name]).__name__}) {unfit[row.name]}, which Nybble's experts do "
+                "not compute; leave it in bf16 by a later rule"
+            )
     state = StepState(seed)
     for layer, row in enumerate(table.rows):
-        if not row.protected:
+        if not row.protected and not unfit[row.name]:
             _swap(modules[row.name], row, layer, chosen, state)
     for parameter in model.parameters():
         state.keys(parameter.device)
     return Report(recipe=chosen, resolved=table, state=state)
 
 
-def _check(row: Row, module: nn.Module) -> None:
+def _unfit(row: Row, module: nn.Module) -> str:
+    """Why `module` cannot be computed by Nybble's layers; empty when it can."""
     if row.kind != "experts":
-        return
+        return ""
     for flag, fault in (
         ("is_transposed", "stores its weights as [E, in, out]"),
         ("has_bias", "has biases"),
         ("has_post_expert_norm", "has a norm behind its experts"),
     ):
         if getattr(module, flag, False):
-            raise RecipeError(
-                f"{row.name} ({type(module).__name__}) {fault}, which Nybble's experts do not compute; this model "
-                "cannot be converted"
-            )
-    if not hasattr(module, "act_fn"):
-        raise RecipeError(f"{row.name} ({type(module).__name__}) has no act_fn; this model cannot be converted")
+            return fault
+    return "" if hasattr(module, "act_fn") else "has no act_fn"
 
 
 def _swap(module: nn.Module, row: Row, layer: int, recipe: Recipe, state: StepState) -> None:
@@ -97,12 +99,4 @@ def _original(cls: type[nn.Module]) -> type[nn.Module]:
     """The class that a module had before it was ever converted."""
     if cls is Linear:
         return nn.Linear
-    return cls.__mro__[2] if issubclass(cls, (Linear, Experts)) else cls
-
-
-@cache
-def linear_class(original: type[nn.Module]) -> type[nn.Module]:
-    """`original` with the forward pass of Linear; isinstance checks against it still hold."""
-    if original is nn.Linear:
-        return Linear
-    return type(original.__name__, (Linear, original), {"__module__": original.__module__})
+    return cls.__bases__[1] if issubclass(cls, (Linear, Experts)) else cls

@@ -1,13 +1,13 @@
 """Routed experts whose GEMMs take the operands that a recipe names.
 
-Legend: T tokens, k experts a token, E experts, H hidden, I expert width, R = T * k routed rows, sorted by expert.
+Legend: T tokens, k experts a token, E experts, H hidden, I expert width, R = T * k routed rows, sorted by
+expert.
     up    gate_up[R,2I] = x[R,H] @ Wup[E,2I,H].T        h = act(gate_up)
     down  out[R,H]      = h[R,I] @ Wdown[E,H,I].T       y[t] = sum over its k rows of w[r] * out[r]
 Rows of one expert are one group: blocks along T never span two experts.
 """
 
 import copyreg
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -41,8 +41,9 @@ class Plan(NamedTuple):
 
 
 class Experts(nn.Module):
-    """Fused experts with the GEMMs of a recipe: mixed into the model's own class by `convert`. Same parameters."""
+    """Fused experts with the GEMMs of a recipe; `convert` mixes it into the model's own class."""
 
+    down_proj: nn.Parameter
     specs: tuple[Spec, Spec]
     step_state: StepState
     weight_caches: tuple[WeightCache, WeightCache]
@@ -62,7 +63,8 @@ class Experts(nn.Module):
         Returns:
             [T, H] in the dtype of hidden_states, summed in FP32.
         """
-        up, down = getattr(self, up_name(self)), self.down_proj
+        up: Tensor = getattr(self, up_name(self))
+        down = self.down_proj
         x = hidden_states.reshape(-1, hidden_states.shape[-1])
         grad = torch.is_grad_enabled()
         recompute = self.keep == "recompute" and kept.repeatable(x, self.specs[0].gemms)
@@ -85,13 +87,17 @@ class Experts(nn.Module):
 
     def __reduce__(self) -> Any:
         # The class of a converted module is made at run time: it is found again from the model's own.
-        return _rebuild, (type(self).__mro__[2],), self.__dict__
+        return _rebuild, (type(self).__bases__[1],), self.__dict__
 
 
-@cache
+_CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
+
+
 def experts_class(original: type[nn.Module]) -> type[nn.Module]:
     """`original` with the forward pass of Experts; isinstance checks against it still hold."""
-    return type(original.__name__, (Experts, original), {"__module__": original.__module__})
+    if original not in _CLASSES:
+        _CLASSES[original] = type(original.__name__, (Experts, original), {"__module__": original.__module__})
+    return _CLASSES[original]
 
 
 def _rebuild(original: type[nn.Module]) -> Any:
@@ -121,24 +127,26 @@ class _Experts(torch.autograd.Function):
         routed = Route(order, ends, plan.k)
         spec = plan.up.spec
         dtype = compute_dtype(x.device, spec.gemms.fprop.x, spec.gemms.fprop.w)
-        # x is quantised once a token, before it is copied to its k rows: with an outer scale a token, or none, that
-        # gives the same codes.
+        # x is quantised once a token, before it is copied to its k rows: with an outer scale a token, or
+        # none, that gives the same codes.
         draw = spec.draw(Role.FPROP_X, key)._replace(rows=rows)
         values, saved_x = kept.keep(x, spec.gemms, plan.keep_x, dtype, draw)
-        gate_up = _rows_product(values, routed, spec.gemms.fprop.x, plan.up.fprop(w_up, weight_key, dtype), spec, x.dtype)
+        w = plan.up.fprop(w_up, weight_key, dtype)
+        gate_up = _rows_product(values, routed, spec.gemms.fprop.x, w, spec, x.dtype)
         h = plan.activation(gate_up)
         spec = plan.down.spec
         dtype = compute_dtype(x.device, spec.gemms.fprop.x, spec.gemms.fprop.w)
         draw = spec.draw(Role.FPROP_X, key)._replace(rows=routed.draw_rows(rows))
         (h_values, h_amax), saved_h = kept.keep(h, spec.gemms, plan.keep_h, dtype, draw)
-        w, w_amax = plan.down.fprop(w_down, weight_key, dtype)
-        out = gemm.grouped_rows(h_values, w, ends, True)
+        w = plan.down.fprop(w_down, weight_key, dtype)
+        out = gemm.grouped_rows(h_values, w.values, ends, True)
         # The epilogue's scale and the routing weight are one factor a row.
-        scale = _row_scale(h_amax, spec.gemms.fprop.x, w_amax, spec.gemms.fprop.w, routed)
+        scale = _row_scale(h_amax, spec.gemms.fprop.x, w.amax, spec.gemms.fprop.w, routed)
         factor = product(weights.reshape(-1)[routed.pair()].float(), scale)
         y = combine(out, factor, routed.place(), plan.k, x.dtype)
         saved = [*saved_x, *saved_h, *([gate_up] if plan.keep_gate_up else [])]
-        ctx.save_for_backward(weights, w_up, w_down, order, ends, rows, key.clone(), weight_key.clone(), *saved)
+        keys = (key.clone(), weight_key.clone())
+        ctx.save_for_backward(weights, w_up, w_down, order, ends, rows, *keys, *saved)
         ctx.plan, ctx.counts = plan, (len(saved_x), len(saved_h))
         ctx.shapes, ctx.dtype = (x.shape, h.shape), x.dtype
         return y
@@ -170,8 +178,8 @@ class _Experts(torch.autograd.Function):
             w = plan.down.dgrad(w_down, weight_key, dtype)
             g = _rows_product(values, routed, dgrad.dy, w, spec, torch.float32, dgrad=True)
             if need_weights:
-                # dL/dw[r] = <dy, out[r]> = <dy, h[r] @ Wdown.T> = <dy @ Wdown, h[r]> = <g[r], h[r]>: the outputs of
-                # the experts need not be kept.
+                # dL/dw[r] = <dy, out[r]> = <dy, h[r] @ Wdown.T> = <dy @ Wdown, h[r]> = <g[r], h[r]>: the
+                # outputs of the experts need not be kept.
                 draw = spec.draw(Role.FPROP_X, key)._replace(rows=pairs)
                 h = kept.fprop_again(saved_h, spec.gemms, h_shape, torch.float32, draw, full=True).values
                 dweights = (g * h).sum(-1)[place].view(weights.shape).to(weights.dtype)
@@ -196,23 +204,25 @@ class _Experts(torch.autograd.Function):
                 dw_up = _wgrad(d_up, x_rows, shape, spec, key, pairs, ends, w_up.dtype)
                 del x_rows
             if need_x:
-                # GEMM dgrad of up: d_up[R,2I] @ Wup[E,2I,H] -> dx[R,H], then the sum over the k rows of a token
+                # GEMM dgrad of up: d_up[R,2I] @ Wup[E,2I,H] -> dx[R,H], then the sum over the k rows of a
+                # token
                 dgrad = spec.gemms.dgrad
                 dtype = compute_dtype(dy.device, dgrad.dy, dgrad.w)
                 draw = spec.draw(Role.DGRAD_DY, key)._replace(rows=pairs)
                 a, a_amax = cast(d_up, dgrad.dy, -1, dtype, draw)
-                w, w_amax = plan.up.dgrad(w_up, weight_key, dtype)
-                scale = _row_scale(a_amax, dgrad.dy, w_amax, dgrad.w, routed)
-                dx = combine(gemm.grouped_rows(a, w, ends, False), scale, place, plan.k, ctx.dtype)
+                w = plan.up.dgrad(w_up, weight_key, dtype)
+                scale = _row_scale(a_amax, dgrad.dy, w.amax, dgrad.w, routed)
+                dx = combine(gemm.grouped_rows(a, w.values, ends, False), scale, place, plan.k, ctx.dtype)
         return dx, dweights, dw_up, dw_down, None, None, None, None, None, None
 
 
 def _rows_product(
     a: Values, routed: Route, a_spec: Operand, w: Values, spec: Spec, dtype: torch.dtype, dgrad: bool = False
 ) -> Tensor:
-    """Product of each row's token with its expert's matrix, from values of the T tokens: [R, N] in `dtype`."""
+    """Product of each row's token with its expert's matrix, from values of the T tokens: [R, N] in
+    `dtype`."""
     token = routed.token()
-    amax = a.amax[token] if a.amax.dim() == 1 and a.amax.shape[0] == a.values.shape[0] and a_spec.outer == "row" else a.amax
+    amax = a.amax[token] if a_spec.outer == "row" else a.amax
     out = gemm.grouped_rows(a.values[token], w.values, routed.ends, not dgrad)
     w_spec = spec.gemms.dgrad.w if dgrad else spec.gemms.fprop.w
     return gemm.scaled(out, _row_scale(amax, a_spec, w.amax, w_spec, routed)).to(dtype)

@@ -1,7 +1,8 @@
 """The products of a layer on values without their outer scale, which is multiplied in afterwards, in FP32.
 
-Grouped products take rows sorted by expert and `offs`, the cumulative end of each expert's rows. They are custom ops, so
-that a compiled graph does not look into the loop over experts; rows at or beyond offs[-1] give zeros.
+Grouped products take rows sorted by expert and `offs`, the cumulative end of each expert's rows. They are
+custom ops, so that a compiled graph does not look into the loop over experts; rows at or beyond offs[-1] give
+zeros.
 """
 
 import torch
@@ -11,7 +12,11 @@ from torch import Tensor
 
 def matmul(a: Tensor, b: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
     """a [M, C] @ b [C, N], times `scale` [M], [1] or [], in `dtype`; accumulated in FP32."""
-    if a.device.type == "cuda" and a.dtype == torch.bfloat16 and (scale is not None or dtype == torch.float32):
+    if (
+        a.device.type == "cuda"
+        and a.dtype == torch.bfloat16
+        and (scale is not None or dtype == torch.float32)
+    ):
         y = torch.mm(a, b, out_dtype=torch.float32)
     else:
         y = torch.mm(a, b)
@@ -29,7 +34,8 @@ def scaled(y: Tensor, scale: Tensor | None) -> Tensor:
 def grouped_rows(a: Tensor, w: Tensor, offs: Tensor, transpose: bool) -> Tensor:
     """Each expert's rows of a [R, C] times its own matrix.
 
-    w is [E, N, C] with `transpose` (a @ w[e].T, fprop) and [E, C, N] without (a @ w[e], dgrad). Returns [R, N].
+    w is [E, N, C] with `transpose` (a @ w[e].T, fprop) and [E, C, N] without (a @ w[e], dgrad). Returns [R,
+    N].
     """
     w = w.transpose(-2, -1) if transpose else w
     if a.device.type == "cuda" and a.dtype == torch.bfloat16:
@@ -47,7 +53,8 @@ def grouped_rows(a: Tensor, w: Tensor, offs: Tensor, transpose: bool) -> Tensor:
 
 @torch.library.custom_op("nybble::grouped_columns", mutates_args=())
 def grouped_columns(a: Tensor, b: Tensor, offs: Tensor, dtype: torch.dtype) -> Tensor:
-    """a [R, N].T @ b [R, K] over each expert's rows alone (wgrad): [E, N, K] in `dtype`, zeros for an empty expert."""
+    """a [R, N].T @ b [R, K] over each expert's rows alone (wgrad): [E, N, K] in `dtype`, zeros for an empty
+    expert."""
     if a.device.type == "cuda" and a.dtype == torch.bfloat16:
         return F.grouped_mm(a.t(), b, offs=offs).to(dtype)
     out = a.new_empty(offs.shape[0], a.shape[1], b.shape[1])
@@ -63,6 +70,7 @@ def grouped_columns(a: Tensor, b: Tensor, offs: Tensor, dtype: torch.dtype) -> T
 
 @grouped_rows.register_fake
 def _(a, w, offs, transpose):  # type: ignore[no-untyped-def]  # the op's own
+    assert offs.dim() == 1
     return a.new_empty(a.shape[0], w.shape[-2] if transpose else w.shape[-1])
 
 

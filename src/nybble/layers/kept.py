@@ -1,7 +1,8 @@
-"""What a layer keeps of an operand for its backward pass: forward codes, or the original in 16 bits, never both.
+"""What a layer keeps of an operand for its backward pass: forward codes, or the original in 16 bits, never
+both.
 
-A list of saved tensors is codes, scales and amax when wgrad.x is re-rounded from the forward value, else the original
-alone; it is empty where nothing is kept.
+A list of saved tensors is codes, scales and amax when wgrad.x is re-rounded from the forward value, else the
+original alone; it is empty where nothing is kept.
 """
 
 from collections.abc import Sequence
@@ -53,7 +54,12 @@ def fprop_again(
 
 
 def wgrad_operand(
-    saved: Saved, gemms: GemmTable, shape: Sequence[int], dtype: torch.dtype, draw: Draw, ends: Tensor | None = None
+    saved: Saved,
+    gemms: GemmTable,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    draw: Draw,
+    ends: Tensor | None = None,
 ) -> Values:
     """x [T, K] as the operand of wgrad, along T (along each group of `ends`)."""
     if from_codes(gemms):

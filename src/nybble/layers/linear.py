@@ -6,6 +6,7 @@ Legend: T tokens, K input features, N output features.
     wgrad  dW[N,K] = dy[T,N].T @ x[T,K]     operands along T
 """
 
+import copyreg
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +29,8 @@ class Plan(NamedTuple):
 
 
 class Linear(nn.Linear):
-    """`nn.Linear` with the GEMMs of a recipe. Same parameters, any input dtype, output in the input's dtype."""
+    """`nn.Linear` with the GEMMs of a recipe. Same parameters, any input dtype, output in the input's
+    dtype."""
 
     spec: Spec
     step_state: StepState
@@ -42,12 +44,32 @@ class Linear(nn.Linear):
         y: Tensor = _Linear.apply(x.reshape(-1, x.shape[-1]), self.weight, self.bias, key, weight_key, plan)
         return y.view(*x.shape[:-1], y.shape[-1])
 
+    def __reduce__(self) -> Any:
+        # The class of a converted module may be made at run time: it is found again from the model's own.
+        original = nn.Linear if type(self) is Linear else type(self).__bases__[1]
+        return _rebuild, (original,), self.__dict__
+
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, {' '.join(self.spec.gemms.texts())}"
 
 
+_CLASSES: dict[type[nn.Module], type[nn.Module]] = {nn.Linear: Linear}
+
+
+def linear_class(original: type[nn.Module]) -> type[nn.Module]:
+    """`original` with the forward pass of Linear; isinstance checks against it still hold."""
+    if original not in _CLASSES:
+        _CLASSES[original] = type(original.__name__, (Linear, original), {"__module__": original.__module__})
+    return _CLASSES[original]
+
+
+def _rebuild(original: type[nn.Module]) -> Any:
+    return copyreg.__newobj__(linear_class(original))  # type: ignore[attr-defined]
+
+
 def planned(weight: Tensor, spec: Spec, cache: WeightCache, state: StepState) -> Weight:
-    """The weight with its cache, where one may be used: between calls of `set_step`, and not inside a compiled graph.
+    """The weight with its cache, where one may be used: between calls of `set_step`, and not inside a
+    compiled graph.
 
     A graph cannot tell whether a weight has changed, so it quantises the weight whenever it runs.
     """
@@ -95,4 +117,3 @@ class _Linear(torch.autograd.Function):
         if ctx.has_bias and ctx.needs_input_grad[2]:
             dbias = dy.sum(0, dtype=torch.float32).to(weight.dtype)
         return dx, dw, dbias, None, None, None
-

@@ -1,7 +1,8 @@
-"""Operands of a GEMM: values without their outer scale, and the codes that a layer keeps for its backward pass.
+"""Operands of a GEMM: values without their outer scale, and the codes that a layer keeps for its backward
+pass.
 
-NVFP4 and MX values without the outer scale are exact in BF16; values of the FP8 formats include an FP32 block scale and
-are rounded to BF16 where a GEMM computes in it.
+NVFP4 and MX values without the outer scale are exact in BF16; values of the FP8 formats include an FP32 block
+scale and are rounded to BF16 where a GEMM computes in it.
 """
 
 from collections.abc import Sequence
@@ -10,13 +11,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+import nybble.kernels  # noqa: F401  (registers the fast implementations of the ops)
 from nybble import formats
 from nybble.formats import outer as outer_scale
 from nybble.recipes import Operand
 
 
 class Codes(NamedTuple):
-    """What `nybble::quantize` returns; for bf16 and fp32 the codes are the values, in the layout of the tensor."""
+    """What `nybble::quantize` returns; for bf16 and fp32 the codes are the values, in the layout of the
+    tensor."""
 
     codes: Tensor
     scales: Tensor
@@ -43,7 +46,8 @@ _PLAIN = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def compute_dtype(device: torch.device, *operands: Operand) -> torch.dtype:
-    """In which dtype a GEMM of these operands is computed: BF16 on GPUs, FP32 on CPUs (no fast BF16 there)."""
+    """In which dtype a GEMM of these operands is computed: BF16 on GPUs, FP32 on CPUs (no fast BF16
+    there)."""
     full = device.type == "cpu" or any(operand.format == "fp32" for operand in operands)
     return torch.float32 if full else torch.bfloat16
 
@@ -53,16 +57,25 @@ def encode(x: Tensor, spec: Operand, axis: int, draw: Draw, offs: Tensor | None 
     if spec.format in _PLAIN:
         none = x.new_empty(0, dtype=torch.float32)
         return Codes(x.to(_PLAIN[spec.format]), none, none)
-    return Codes(*torch.ops.nybble.quantize(x, spec.format, axis, spec.rounding, spec.outer, *_draw(spec, draw), offs))
+    return Codes(
+        *torch.ops.nybble.quantize(x, spec.format, axis, spec.rounding, spec.outer, *_draw(spec, draw), offs)
+    )
 
 
 def decode(
-    codes: Codes, spec: Operand, axis: int, shape: Sequence[int], dtype: torch.dtype, apply_outer: bool = False
+    codes: Codes,
+    spec: Operand,
+    axis: int,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    apply_outer: bool = False,
 ) -> Tensor:
     """Values of codes, without the outer scale unless `apply_outer`."""
     if spec.format in _PLAIN:
         return codes.codes.to(dtype)
-    out: Tensor = torch.ops.nybble.dequantize(*codes, spec.format, axis, shape, dtype, spec.outer, apply_outer)
+    out: Tensor = torch.ops.nybble.dequantize(
+        *codes, spec.format, axis, shape, dtype, spec.outer, apply_outer
+    )
     return out
 
 
@@ -94,7 +107,9 @@ def recast(
     if spec.format in _PLAIN:
         return cast(codes.codes, to, to_axis, dtype, draw, offs)
     if to.format in _PLAIN:
-        return cast(decode(codes, spec, axis, shape, torch.float32, apply_outer=True), to, to_axis, dtype, draw)
+        return cast(
+            decode(codes, spec, axis, shape, torch.float32, apply_outer=True), to, to_axis, dtype, draw
+        )
     return Values(
         *torch.ops.nybble.fake_requantize(
             *codes, spec.format, axis, spec.outer, shape, to.format, to_axis, dtype,

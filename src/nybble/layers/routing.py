@@ -37,7 +37,8 @@ class Route(NamedTuple):
         return torch.empty_like(rows).index_copy_(0, self.pair(), rows)
 
     def draw_rows(self, rows: Tensor | None) -> Tensor:
-        """What each row counts as in random draws: its pair, so that draws follow a token wherever it is sorted to.
+        """What each row counts as in random draws: its pair, so that draws follow a token wherever it is
+        sorted to.
 
         `rows` [T] renumbers the tokens: a token's index in the whole batch when this is a part of it.
         """
@@ -53,7 +54,8 @@ def route(experts: Tensor, count: int) -> Route:
 
 
 def combine(rows: Tensor, factor: Tensor | None, place: Tensor, k: int, dtype: torch.dtype) -> Tensor:
-    """Sum of the k rows of each token, times `factor` [R] or [], in FP32 and in the order of the choices: [T, H].
+    """Sum of the k rows of each token, times `factor` [R] or [], in FP32 and in the order of the choices: [T,
+    H].
 
     Gathering and adding has one order of additions; scattering with atomic additions has none.
     """

@@ -1,4 +1,5 @@
-"""Where a run stands: the seed, step and micro-batch that name every random draw, shared by the layers of a model."""
+"""Where a run stands: the seed, step and micro-batch that name every random draw, shared by the layers of a
+model."""
 
 import torch
 from torch import Tensor, nn
@@ -7,18 +8,21 @@ from nybble.formats.philox import check_range
 
 
 class StepState:
-    """Seed, step and micro-batch as int64 tensors, so that compiled and captured graphs follow when they change.
+    """Seed, step and micro-batch as int64 tensors, so that compiled and captured graphs follow when they
+    change.
 
-    The tensors are updated in place; a layer clones the key at its forward pass, and its backward pass draws from
-    that clone. Draws of weights always use micro-batch 0: their codes serve all micro-batches of a step.
+    The tensors are updated in place; a layer clones the key at its forward pass, and its backward pass draws
+    from that clone. Draws of weights always use micro-batch 0: their codes serve all micro-batches of a step.
     """
 
     def __init__(self, seed: int = 0) -> None:
         self.seed, self.step, self.micro = seed, 0, 0
         self.generation = 0
-        """Counts calls that may follow a change of the weights: cached operands of an older one are not used."""
+        """Counts calls that may follow a change of the weights: cached operands of an older one are not
+        used."""
         self.managed = False
-        """True once `set_step` was called: only then do layers cache weight operands between forward passes."""
+        """True once `set_step` was called: only then do layers cache weight operands between forward
+        passes."""
         self._keys: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     def keys(self, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -53,7 +57,8 @@ class StepState:
 def set_step(model: nn.Module, step: int, micro: int = 0, seed: int | None = None) -> None:
     """Tell the converted layers of `model` which optimiser step and micro-batch come next.
 
-    Call it before each forward pass: draws then differ between steps, and quantised weights are computed once a step.
+    Call it before each forward pass: draws then differ between steps, and quantised weights are computed once
+    a step.
     """
     states: dict[StepState, set[torch.device]] = {}
     for module in model.modules():

@@ -1,7 +1,7 @@
 """Weight operands: quantised once an optimiser step, not once a micro-batch.
 
-Within a step (between calls of `set_step`) operands are kept, and used again only while the parameter is the same
-tensor, unchanged: same storage, version, dtype and device. Without `set_step` nothing is kept.
+Within a step (between calls of `set_step`) operands are kept, and used again only while the parameter is the
+same tensor, unchanged: same storage, version, dtype and device. Without `set_step` nothing is kept.
 """
 
 from typing import NamedTuple
@@ -15,8 +15,9 @@ from nybble.layers.operand import Codes, Draw, Values, cast, decode, encode, rec
 from nybble.recipes import GemmTable
 
 VALUES_LIMIT = {"cpu": 64 << 20, "cuda": 512 << 20}
-"""cache = "auto" keeps values of operands up to this many bytes and codes of larger ones. Values save a dequantisation
-in each pass, which on a CPU is a quarter of the product of a small expert; codes take 4.5 bits a value, not 16 or 32."""
+"""cache = "auto" keeps values of operands up to this many bytes and codes of larger ones. Values save a
+dequantisation in each pass, which on a CPU is a quarter of the product of a small expert; codes take 4.5 bits
+a value, not 16 or 32."""
 
 
 class Spec(NamedTuple):

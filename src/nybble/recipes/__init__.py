@@ -1,4 +1,5 @@
-"""Recipes: which operand of which GEMM of which layer is in which format. Built-ins are the TOML files in this folder."""
+"""Recipes: which operand of which GEMM of which layer is in which format. Built-ins are the TOML files in
+this folder."""
 
 from nybble.recipes.load import builtin, load_recipe
 from nybble.recipes.operand import OPERANDS, GemmTable, Operand

@@ -1,4 +1,5 @@
-"""Read a recipe from a built-in name, a TOML file or a dict; every error names the file, the line and the choices."""
+"""Read a recipe from a built-in name, a TOML file or a dict; every error names the file, the line and the
+choices."""
 
 import difflib
 import re
@@ -111,7 +112,12 @@ class _Reader:
         )
 
     def _keys(
-        self, data: Mapping[str, Any], valid: tuple[str, ...], what: str, rule: int | None = None, under: str = ""
+        self,
+        data: Mapping[str, Any],
+        valid: tuple[str, ...],
+        what: str,
+        rule: int | None = None,
+        under: str = "",
     ) -> None:
         for key in data:
             if key not in valid:
@@ -131,11 +137,14 @@ class _Reader:
     def _rule(self, n: int, data: Mapping[str, Any]) -> Rule:
         self._keys(data, _RULE_KEYS, "a rule", n)
         if not data.get("modules"):
-            raise RecipeError(f"{self.where(n)}: a rule needs modules, a glob over module names or a list of them")
+            raise RecipeError(
+                f"{self.where(n)}: a rule needs modules, a glob over module names or a list of them"
+            )
         kind = data.get("kind")
         if kind is not None and kind not in KINDS:
             raise RecipeError(
-                f"{self.where(n, 'kind')}: unknown kind {kind!r}; choose {' or '.join(KINDS)}, or leave it out for both"
+                f"{self.where(n, 'kind')}: unknown kind {kind!r}; choose {' or '.join(KINDS)}, or "
+                "leave it out for both"
             )
         if not isinstance(data.get("optional", False), bool):
             raise RecipeError(f"{self.where(n, 'optional')}: optional must be true or false")
@@ -180,12 +189,16 @@ class _Reader:
     def _layers(self, n: int, data: Any) -> Layers:
         where = self.where(n, "layers")
         if not isinstance(data, Mapping) or len(data) != 1 or next(iter(data)) not in _LAYER_KEYS:
-            raise RecipeError(f"{where}: layers must be a table with one of the keys {', '.join(_LAYER_KEYS)}")
+            raise RecipeError(
+                f"{where}: layers must be a table with one of the keys {', '.join(_LAYER_KEYS)}"
+            )
         key, value = next(iter(data.items()))
         edge = key.removesuffix("_fraction")
         if key == edge:
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise RecipeError(f"{where}: layers.{key} must be a whole number of at least 1, not {value!r}")
+                raise RecipeError(
+                    f"{where}: layers.{key} must be a whole number of at least 1, not {value!r}"
+                )
             return Layers(edge=edge, count=value)
         try:
             fraction = Fraction(str(value))
@@ -193,6 +206,7 @@ class _Reader:
             fraction = Fraction(0)
         if not 0 < fraction <= 1:
             raise RecipeError(
-                f'{where}: layers.{key} must be a share above 0 and at most 1, such as 0.25 or "1/6", not {value!r}'
+                f"{where}: layers.{key} must be a share above 0 and at most 1, such as 0.25 or '1/6', "
+                f"not {value!r}"
             )
         return Layers(edge=edge, fraction=fraction)

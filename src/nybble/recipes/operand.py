@@ -16,8 +16,9 @@ from nybble.formats import table as formats
 ROUNDINGS = ("nearest", "stochastic")
 SOURCES = ("original", "forward")
 OPERANDS = ("fprop.x", "fprop.w", "dgrad.dy", "dgrad.w", "wgrad.dy", "wgrad.x")
-# One scale a token keeps a token's numbers independent of its batch; a weight is one matrix; along T a scale a token
-# would vary inside the sum over tokens, so the operands of wgrad have one scale a matrix (an expert's own tokens).
+# One scale a token keeps a token's numbers independent of its batch; a weight is one matrix; along T a scale
+# a token would vary inside the sum over tokens, so the operands of wgrad have one scale a matrix (an expert's
+# own tokens).
 OUTERS = {
     "fprop.x": ("row", "tensor"),
     "fprop.w": ("matrix", "tensor"),
@@ -38,7 +39,8 @@ class Operand:
     rounding: str = "nearest"
     """"nearest" or "stochastic"."""
     outer: str = "tensor"
-    """Granularity of the outer scale of two-level formats: "row" (a token), "matrix" (an expert) or "tensor"."""
+    """Granularity of the outer scale of two-level formats: "row" (a token), "matrix" (an expert) or
+    "tensor"."""
     source: str = "original"
     """"original", or "forward": re-rounded from the value that the forward pass used."""
 
@@ -53,7 +55,8 @@ class Operand:
         return formats.get(self.format).block_cols
 
     def text(self) -> str:
-        """A cell of the printed table: format, `:row` outer scale, `~` stochastic, `<` from the forward value."""
+        """A cell of the printed table: format, `:row` outer scale, `~` stochastic, `<` from the forward
+        value."""
         outer = f":{self.outer}" if formats.get(self.format).two_level and self.outer != "tensor" else ""
         return (
             self.format
@@ -64,7 +67,8 @@ class Operand:
 
 
 def operand(role: str, value: str | Mapping[str, Any]) -> Operand:
-    """The operand called `role` ("fprop.x") from a format name or a table of keys; RecipeError if it makes no sense."""
+    """The operand called `role` ("fprop.x") from a format name or a table of keys; RecipeError if it makes no
+    sense."""
     entry: dict[str, Any] = {"format": value} if isinstance(value, str) else dict(value)
     unknown = set(entry) - {"format", "rounding", "outer", "source"}
     if unknown:
@@ -88,9 +92,7 @@ def operand(role: str, value: str | Mapping[str, Any]) -> Operand:
         raise RecipeError(
             f"{role} cannot be {name}: its square blocks would mix tokens; use them for weights only"
         )
-    return Operand(
-        format=name, rounding=rounding, outer=outer if row.two_level else "tensor", source=source
-    )
+    return Operand(format=name, rounding=rounding, outer=outer if row.two_level else "tensor", source=source)
 
 
 def _choice(role: str, key: str, value: Any, valid: tuple[str, ...]) -> str:

@@ -32,9 +32,11 @@ class Recipe:
     masters: str = "fp32"
     """dtype of the parameters that the optimiser updates."""
     keep: str = "recompute"
-    """What experts keep of their activations: "recompute" keeps codes only, "activations" the gate and up outputs too."""
+    """What experts keep of their activations: "recompute" keeps codes only, "activations" the gate and up
+    outputs too."""
     cache: str = "auto"
-    """What is kept of quantised weights over micro-batches: operand values, codes, nothing, or by size ("auto")."""
+    """What is kept of quantised weights over micro-batches: operand values, codes, nothing, or by size
+    ("auto")."""
     tails: str = "error"
     """Whether a feature axis may end in a block that is not full."""
     source: str = field(default="", compare=False)
@@ -70,7 +72,9 @@ def _rule(rule: Rule) -> dict[str, Any]:
         out["kind"] = rule.kind
     if rule.layers:
         key = rule.layers.edge + ("" if rule.layers.fraction is None else "_fraction")
-        out["layers"] = {key: rule.layers.count if rule.layers.fraction is None else str(rule.layers.fraction)}
+        out["layers"] = {
+            key: rule.layers.count if rule.layers.fraction is None else str(rule.layers.fraction)
+        }
     if rule.optional:
         out["optional"] = True
     if rule.hint:

@@ -19,14 +19,15 @@ PROTECTED = (
     "**.{gate,router,shared_expert_gate}",
     "**.{gate,router}.**",
 )
-"""Linear layers that stay in high precision unless the recipe's `allow` names them: heads and routers. A wrong bit
-there moves a token to another expert or a probability by a factor, and they cost next to nothing."""
+"""Linear layers that stay in high precision unless the recipe's `allow` names them: heads and routers. A
+wrong bit there moves a token to another expert or a probability by a factor, and they cost next to
+nothing."""
 
 _LAYER = re.compile(r"(?:^|.*?\.)(?:layers|h|blocks)\.(\d+)(?=\.|$)")
 
 
 def kind_of(module: nn.Module) -> str | None:
-    """"experts" for fused experts [E, N, K], "linear" for a linear layer, None for anything else."""
+    """ "experts" for fused experts [E, N, K], "linear" for a linear layer, None for anything else."""
     down = getattr(module, "down_proj", None)
     up = getattr(module, "gate_up_proj", getattr(module, "up_proj", None))
     if isinstance(down, nn.Parameter) and isinstance(up, nn.Parameter) and down.dim() == up.dim() == 3:
@@ -37,8 +38,8 @@ def kind_of(module: nn.Module) -> str | None:
 def resolve(recipe: Recipe, model: nn.Module) -> Table:
     """The precision of each module of `model`.
 
-    Raises RecipeError when a rule matches nothing, or when a feature axis (K of fprop, N of dgrad) is not a whole number
-    of blocks of the format that it gets.
+    Raises RecipeError when a rule matches nothing, or when a feature axis (K of fprop, N of dgrad) is not a
+    whole number of blocks of the format that it gets.
     """
     named = [(name, module) for name, module in model.named_modules() if kind_of(module)]
     layers = _layers(model)
@@ -83,7 +84,8 @@ def _protected(recipe: Recipe, model: nn.Module, name: str, module: nn.Module) -
         return True
     weight = getattr(module, "weight", None)
     # A head may have any name; a weight shared with an embedding is an embedding.
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    get_head = getattr(model, "get_output_embeddings", None)
+    head = get_head() if callable(get_head) else None
     tied = any(weight is other.weight for other in model.modules() if isinstance(other, nn.Embedding))
     return module is head or (weight is not None and tied)
 
@@ -91,7 +93,7 @@ def _protected(recipe: Recipe, model: nn.Module, name: str, module: nn.Module) -
 def _row(
     name: str, module: nn.Module, kind: str, gemms: GemmTable, protected: bool, rules: tuple[str, ...]
 ) -> Row:
-    weights = [getattr(module, key) for key in ("weight", "gate_up_proj", "up_proj", "down_proj") if hasattr(module, key)]
+    weights = (getattr(module, key, None) for key in ("weight", "gate_up_proj", "up_proj", "down_proj"))
     shapes = [tuple(w.shape) for w in weights if isinstance(w, torch.Tensor)]
     transposed = getattr(module, "is_transposed", False)
     return Row(
@@ -114,14 +116,14 @@ def _check_blocks(recipe: Recipe, row: Row) -> None:
             along, size = ("K", k) if role.startswith("fprop") else ("N", n)
             across, other = ("N", n) if along == "K" else ("K", k)
             spec = formats.get(operand.format)
-            # Square blocks of a weight span both of its axes.
-            checks = [(along, size, spec.block_cols), (across, other, spec.block_rows if role[-1] == "w" else 1)]
-            for axis, length, block in checks:
+            rows = spec.block_rows if role.endswith(".w") else 1  # square blocks of a weight span both axes
+            for axis, length, block in ((along, size, spec.block_cols), (across, other, rows)):
                 if block and length % block:
+                    where = row.rules[-1] if row.rules else recipe.source
                     raise RecipeError(
-                        f"{row.name}: its {axis} = {length} is not a multiple of {block}, the block of {operand.format} "
-                        f"in {role} ({row.rules[-1] if row.rules else recipe.source}); make it a multiple of {block}, give "
-                        'this module another format in a later rule, or set tails = "allow" under [blocks]'
+                        f"{row.name}: its {axis} = {length} is not a multiple of {block}, the block of "
+                        f"{operand.format} in {role} ({where}); make it a multiple of {block}, give this "
+                        'module another format in a later rule, or set tails = "allow" under [blocks]'
                     )
 
 
@@ -151,7 +153,7 @@ def _nothing(
     else:
         names = sorted({re.sub(r"\.\d+(?=\.|$)", ".*", name) for name, _ in named})
         close = difflib.get_close_matches(rule.modules[0], names, n=3, cutoff=0.3) or names[:3]
-        what += f"; near misses: {', '.join(close)}" if close else "; it has no linear layers and no fused experts"
+        what += f"; near misses: {', '.join(close)}" if close else "; it has no linear layers and no experts"
     return what if rule.hint else what + ". Correct the glob, or set optional = true"
 
 

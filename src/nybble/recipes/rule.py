@@ -36,12 +36,17 @@ class Layers:
 
     def text(self) -> str:
         """As it is written in a recipe: `last_fraction = 1/6`."""
-        return f"{self.edge} = {self.count}" if self.fraction is None else f"{self.edge}_fraction = {self.fraction}"
+        return (
+            f"{self.edge} = {self.count}"
+            if self.fraction is None
+            else f"{self.edge}_fraction = {self.fraction}"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """Last match wins, operand by operand: a rule replaces the operands that it names and leaves the others."""
+    """Last match wins, operand by operand: a rule replaces the operands that it names and leaves the
+    others."""
 
     modules: tuple[str, ...]
     """Anchored globs over whole module names: `*` is within one name part, `**` any number of parts."""

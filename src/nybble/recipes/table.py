@@ -56,11 +56,13 @@ class Table:
         groups: dict[tuple[str, ...], list[str]] = {}
         for row in self.rows:
             groups.setdefault((_template(row.name), *row.cells()), []).append(row.name)
-        lines = [("module", "kind", "shape", *OPERANDS)]
+        lines: list[tuple[str, ...]] = [("module", "kind", "shape", *OPERANDS)]
         lines += [(_collapse(names), *key[1:]) for key, names in groups.items()]
         widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
         out = [f"recipe {self.recipe.name} ({self.recipe.hash()}), masters {self.recipe.masters}"]
-        out += ["  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in lines]
+        out += [
+            "  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in lines
+        ]
         if self.kept:
             last = dict.fromkeys(name.rsplit(".", 1)[-1] for name in self.kept)
             out.append("kept in high precision: " + ", ".join(last))
