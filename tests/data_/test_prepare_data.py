@@ -194,14 +194,14 @@ def test_a_run_that_fails_midway_leaves_things_as_they_were(
     def failing(self: ShardWriter, tokens: np.ndarray) -> None:
         nonlocal written
         written += 1
-        if written == 100:
+        if written == 3:
             raise failure
         write(self, tokens)
 
     monkeypatch.setattr(ShardWriter, "write", failing)
     kind = DataError if isinstance(failure, OSError) else type(failure)
     with pytest.raises(kind, match=expected):
-        prepare(config(text_folder, out, vocab_size=290, overwrite=True))
+        prepare(config(text_folder, out, shard_tokens=1000, overwrite=True))
     assert contents(tmp_path) == before
     assert [path.name for path in tmp_path.iterdir()] == (["out"] if had_one else [])
 

@@ -163,8 +163,7 @@ def _build(
     writers = {name: SplitWriter(folder, name, tokenizer, config.shard_tokens) for name in ("train", "val")}
     try:
         for split, texts in _portions(config, splitter):
-            for text, tokens in zip(texts, tokenizer.encode_batch(texts), strict=True):
-                writers[split].add(text, tokens)
+            writers[split].add(texts, tokenizer.encode_batch(texts))
         splits = {name: writer.close() for name, writer in writers.items()}
     finally:
         for writer in writers.values():

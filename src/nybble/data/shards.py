@@ -24,6 +24,7 @@ import os
 import struct
 import zlib
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -147,7 +148,9 @@ class ShardWriter:
 
     def abort(self) -> None:
         """Drop what was written."""
-        self._stream.close()
+        # Closing flushes, which fails once more on a full disk: the first failure is the one to report.
+        with suppress(OSError):
+            self._stream.close()
         self.partial.unlink(missing_ok=True)
 
     def __enter__(self) -> Self:

@@ -1,5 +1,6 @@
 """Writing a split: shards one after another, and the counts that describe them."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -27,12 +28,13 @@ class SplitWriter:
         self.entries: list[ShardEntry] = []
         self.writer: ShardWriter | None = None
 
-    def add(self, text: str, tokens: NDArray[np.int64]) -> None:
-        """Append one document and its end token."""
-        tokens = np.append(tokens, self.eot_id)
+    def add(self, texts: Sequence[str], documents: Sequence[NDArray[np.int64]]) -> None:
+        """Append documents, given as texts and as tokens, each with its end token."""
+        end = np.array([self.eot_id])
+        tokens = np.concatenate([part for document in documents for part in (document, end)])
         self.counts += np.bincount(tokens, minlength=self.vocab_size)
-        self.documents += 1
-        self.bytes += len(text.encode())
+        self.documents += len(documents)
+        self.bytes += sum(len(text.encode()) for text in texts)
         while tokens.size:
             if self.writer is None:
                 self.writer = ShardWriter(
