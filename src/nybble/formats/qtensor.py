@@ -73,10 +73,9 @@ class QTensor:
         """Values in `shape` and `dtype`; without the outer scale if apply_outer is False."""
         shape, axis = _as_last_two(self.shape, self.axis)
         codes, scales, amax = self.codes, self.scales, self.amax
-        if len(shape) != len(self.shape) and not self.spec.passthrough:
-            scales = scales.reshape(shape[0], shape[2], -1)
-        if len(shape) != len(self.shape):
-            codes = codes.reshape(shape[0], shape[2], -1)
+        if self.axis < -2:
+            codes = codes.reshape(shape[0], shape[2], codes.shape[-1])
+            scales = scales if self.spec.passthrough else scales.reshape(shape[0], shape[2], scales.shape[-1])
             amax = amax.reshape(shape[0], shape[2]) if self.spec.two_level and self.outer == "row" else amax
         out = ops.dequantize(
             codes, scales, amax, self.format, axis, shape, dtype, self.outer, apply_outer, self.offs
@@ -143,19 +142,19 @@ def quantize(
     Raises:
         NybbleError: for arguments that do not fit, in one sentence that names the fix.
     """
+    fmt = get(format)
     axis = _from_end(x.dim(), axis)
     k, layer, operand = _key_arguments(key, rounding, x.device)
     shape = tuple(x.shape)
     flat, flat_axis = _as_last_two(shape, axis)
-    if len(flat) != len(shape):
-        fmt = get(format)
+    if axis < -2:
         if fmt.square or (fmt.two_level and outer == "matrix"):
             raise NybbleError(
                 f'square blocks and outer="matrix" need axis -1 or -2, not {axis}; move the axis first'
             )
         x = x.reshape(flat)
     codes, scales, amax = ops.quantize(x, format, flat_axis, rounding, outer, k, layer, operand, rows, offs)
-    if len(flat) != len(shape):
+    if axis < -2:
         others = shape[:axis] + shape[axis + 1 :]
         codes = codes.reshape(*others, codes.shape[-1])
         scales = scales.reshape(*others, scales.shape[-1]) if scales.dim() == 3 else scales
