@@ -278,3 +278,21 @@ def test_sotu_prepares_whole(tmp_path: Path) -> None:
         assert 3 < split.bytes / split.tokens < 5
         assert 6 < split.unigram_entropy < 7
     dataset.verify()
+
+
+def test_an_old_folder_comes_back_if_the_new_one_cannot_take_its_name(
+    text_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = prepare(config(text_folder, tmp_path / "out"))
+    before = contents(tmp_path)
+    rename = Path.rename
+
+    def failing(self: Path, target: Path) -> Path:
+        if Path(target) == out and not self.name.endswith("-old"):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", failing)
+    with pytest.raises(DataError, match=r"cannot write .*out: Permission denied"):
+        prepare(config(text_folder, out, vocab_size=290, overwrite=True))
+    assert contents(tmp_path) == before
