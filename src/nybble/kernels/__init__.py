@@ -1,0 +1,11 @@
+"""Fast implementations of the ops of `nybble.formats`, one a device.
+
+Importing this package registers them.
+"""
+
+from nybble.kernels import cpu
+from nybble.kernels.dispatch import can_run, reference_only
+
+cpu.register()
+
+__all__ = ["can_run", "reference_only"]
