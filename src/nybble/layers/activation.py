@@ -77,16 +77,19 @@ def _caps(act: Any) -> tuple[float, float] | None:
 
 
 def softcapped_backward(gate_up: Tensor, dh: Tensor, gate_cap: float, up_cap: float) -> Tensor:
-    """Gradient of a tanh(g / a) sigmoid(g) b tanh(u / b), which Inkling 2 uses, at [R, 2I] FP32 for dh [R,
-    I]."""
+    """Gradient of a tanh(g / a) sigmoid(g) b tanh(u / b), as in Inkling 2, at [R, 2I] FP32 for dh [R, I]."""
     gate, up = gate_up.chunk(2, dim=-1)
-    s, tg, tu = torch.sigmoid(gate), torch.tanh(gate / gate_cap), torch.tanh(up / up_cap)
+    out = torch.empty_like(gate_up)
+    dgate, dup = out.chunk(2, dim=-1)
+    s, tg, tu = torch.sigmoid(gate), (gate / gate_cap).tanh_(), (up / up_cap).tanh_()
+    # With l = tanh(g / a) s: dl/dg = s (1 - tanh^2) / a + l (1 - s), and a b l tanh(u / b) is the output.
     left = tg * s
-    # d(tg * s) = s (1 - tg^2) / a + tg s (1 - s), where tg * s is `left`
-    slope = (s - left * tg) / gate_cap + (left - left * s)
-    dgate = slope * tu * dh * (gate_cap * up_cap)
-    dup = (left - left * tu * tu) * dh * gate_cap
-    return torch.cat([dgate, dup], dim=-1)
+    slope = torch.addcmul(s, left, tg, value=-1.0).div_(gate_cap)
+    slope.add_(left).addcmul_(left, s, value=-1.0)
+    torch.mul(slope.mul_(tu), dh, out=dgate).mul_(gate_cap * up_cap)
+    left.addcmul_(left * tu, tu, value=-1.0)
+    torch.mul(left, dh, out=dup).mul_(gate_cap)
+    return out
 
 
 def silu_backward(gate_up: Tensor, dh: Tensor) -> Tensor:
@@ -94,5 +97,6 @@ def silu_backward(gate_up: Tensor, dh: Tensor) -> Tensor:
     gate, up = gate_up.chunk(2, dim=-1)
     s = torch.sigmoid(gate)
     y = gate * s
-    dgate = dh * up * (s + y - y * s)
-    return torch.cat([dgate, dh * y], dim=-1)
+    # d silu = s + y (1 - s)
+    slope = torch.addcmul(s, y, s, value=-1.0).add_(y)
+    return torch.cat([slope.mul_(up).mul_(dh), y.mul_(dh)], dim=-1)

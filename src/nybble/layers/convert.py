@@ -53,8 +53,8 @@ def convert(model: nn.Module, recipe: "str | Path | Mapping[str, Any] | Recipe",
     for row in table.rows:
         if unfit[row.name] and not row.protected and row.gemms.quantised:
             raise RecipeError(
-                f"{row.name} ({type(modules[row.name]).__name__}) {unfit[row.name]}, which Nybble's experts do "
-                "not compute; leave it in bf16 by a later rule"
+                f"{row.name} ({type(modules[row.name]).__name__}) {unfit[row.name]}, which Nybble's experts "
+                "do not compute; leave it in bf16 by a later rule"
             )
     state = StepState(seed)
     for layer, row in enumerate(table.rows):

@@ -195,7 +195,7 @@ class _Experts(torch.autograd.Function):
                 values = kept.fprop_again(saved_x, spec.gemms, x_shape, dtype, draw)
                 w = plan.up.fprop(w_up, weight_key, dtype)
                 gate_up = _rows_product(values, routed, fprop.x, w, spec, ctx.dtype)
-            d_up = plan.activation.backward(gate_up, g * factor).to(dy.dtype)
+            d_up = plan.activation.backward(gate_up, g.mul_(factor)).to(dy.dtype)
             del gate_up, g
             if need_up:
                 # GEMM wgrad of up: d_up[R,2I].T @ x[R,H] -> dWup[E,2I,H]

@@ -24,10 +24,10 @@ def matmul(a: Tensor, b: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Te
 
 
 def scaled(y: Tensor, scale: Tensor | None) -> Tensor:
-    """y [M, N] times `scale` [M], [1] or []."""
+    """y [M, N], which is overwritten if it is FP32, times `scale` [M], [1] or []."""
     if scale is None:
         return y
-    return y * (scale.unsqueeze(-1) if scale.dim() == 1 else scale)
+    return y.float().mul_(scale.unsqueeze(-1) if scale.dim() == 1 else scale)
 
 
 @torch.library.custom_op("nybble::grouped_rows", mutates_args=())

@@ -66,7 +66,7 @@ def combine(rows: Tensor, factor: Tensor | None, place: Tensor, k: int, dtype: t
         at = per_choice[:, choice]
         part = rows[at].float()
         if factor is None:
-            out = out + part
+            out.add_(part)
         else:
-            out = torch.addcmul(out, part, (factor[at].unsqueeze(-1) if factor.dim() else factor))
+            out.addcmul_(part, factor[at].unsqueeze(-1) if factor.dim() else factor)
     return out.to(dtype)
