@@ -78,7 +78,13 @@ def validate(config: ValidateConfig) -> Report:
     hf_quant = {}
     if (folder.path / "hf_quant_config.json").exists():
         hf_quant = read_json(folder.path / "hf_quant_config.json")
-    stored = dialect.find(folder)
+    stored = []
+    for item in dialect.find(folder):
+        try:
+            item.shape(folder)
+            stored.append(item)
+        except CheckpointError as error:
+            problems.append(("shape", item.codes, str(error)))
     bar = tqdm(
         total=sum(folder.entry(item.codes).nbytes for item in stored),
         unit="B",

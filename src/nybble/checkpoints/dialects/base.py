@@ -39,6 +39,8 @@ class Stored:
     """With "amax": the name of what to divide it by."""
     input: str | None = None
     """Name of the scale of the activations, where the config calls for one."""
+    rank: int = 2
+    """Axes of the codes on disk: 2, 3 for a stack, 4 for a stack that keeps the bytes of a block on an axis of their own."""
     expected: dict[str, str] = field(default_factory=dict)
     """safetensors type of each tensor by name."""
 
@@ -48,10 +50,11 @@ class Stored:
         return tuple(name for name in names if name is not None)
 
     def shape(self, folder: Folder) -> tuple[int, ...]:
-        """Logical shape [..., N, K]."""
-        *lead, last = folder.entry(self.codes).shape
-        if len(lead) == 3:  # gpt-oss keeps the bytes of a block on an axis of their own
-            lead, last = lead[:-1], lead[-1] * last
+        """Logical shape [..., N, K]. Raises CheckpointError when the codes have another number of axes."""
+        shape = folder.entry(self.codes).shape
+        if len(shape) != self.rank:
+            raise CheckpointError(f"{folder.path}: {self.codes!r} is {list(shape)}; codes have {self.rank} axes here")
+        *lead, last = shape if self.rank < 4 else (*shape[:2], shape[2] * shape[3])
         return (*lead, last * 2 if self.kind in ("nvfp4", "mxfp4") else last)
 
     def load(self, folder: Folder, expert: int | None = None) -> Packed:

@@ -120,6 +120,7 @@ class Inkling2(Dialect):
                     scales=f"{name}_scale",
                     outer=amax if nvfp4 else None,
                     convention="amax",
+                    rank=3,
                     denominator=denominator if nvfp4 else None,
                     expected={**expected, amax: "F32", denominator: "F32"},
                 )

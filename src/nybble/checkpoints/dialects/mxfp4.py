@@ -41,7 +41,14 @@ class GptOss(ReadOnly):
                 scales = f"{module}_scales"
                 expected = {name: "U8", scales: "U8"}
                 found.append(
-                    Stored(module=module, kind="mxfp4", codes=name, scales=scales, expected=expected)
+                    Stored(
+                        module=module,
+                        kind="mxfp4",
+                        codes=name,
+                        scales=scales,
+                        rank=4,
+                        expected=expected,
+                    )
                 )
         return found
 
