@@ -24,6 +24,8 @@ _HOME = {
 
 def __getattr__(name: str) -> Any:
     # Looked up on first use, so that `nybble --help` does not pay for importing torch.
+    if name == "formats" or _HOME.get(name) == "nybble.formats":
+        importlib.import_module("nybble.kernels")  # the same bits, fast
     if name == "formats":
         return importlib.import_module("nybble.formats")
     if name in _HOME:

@@ -115,3 +115,11 @@ def test_layer_and_operand_do_not_run_into_each_other():
 def test_keys_out_of_range_are_refused_by_name(field, value):
     with pytest.raises(NybbleError, match=field):
         nybble.key(**({"seed": 0} | {field: value}))
+
+
+def test_the_example_that_the_page_of_formats_prints():
+    key = nybble.key(1, 2, 3, 4)
+    assert philox.draws(tensor(key), (4,), 3, 4).tolist() == [54224, 42669, 28746, 61488]
+    q = nybble.quantize(torch.full((32,), 1.1), "mxfp8", rounding="stochastic", key=key)
+    assert q.scales.item() == 119
+    assert q.codes[:8].tolist() == [0x79, 0x79, 0x79, 0x79, 0x78, 0x79, 0x79, 0x78]
