@@ -15,6 +15,10 @@ VERBS: dict[str, tuple[str, str]] = {
     "prepare": ("nybble.commands.prepare", "turn text into token shards"),
     "pretrain": ("nybble.commands.pretrain", "train a model from random weights"),
     "sample": ("nybble.commands.sample", "generate text with a trained model"),
+    "export": ("nybble.commands.export", "write the four-bit weights of training for serving programs"),
+    "validate": ("nybble.commands.validate", "find what is wrong with a four-bit checkpoint"),
+    "import": ("nybble.commands.import_", "bring a four-bit checkpoint back to a model that trains"),
+    "quantize": ("nybble.commands.quantize", "write a model of any origin in four bits, and its error"),
     "recipes": ("nybble.commands.recipes", "list the recipes, or show one"),
     "inspect": ("nybble.commands.inspect", "show what a recipe does to a model, without training"),
 }

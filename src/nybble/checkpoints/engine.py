@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +17,19 @@ from nybble.checkpoints import sidecar as kept_codes
 from nybble.checkpoints.dialects import Dialect, Written
 from nybble.checkpoints.packed import STORED, Packed, encode, stack
 from nybble.checkpoints.safetensors_io import NAMES, Folder
+from nybble.checkpoints.scratch import Scratch, each_in_threads
 from nybble.checkpoints.sidecar import Sidecar
 from nybble.checkpoints.source import FLOATS, Bank, Linear, Unit
 from nybble.checkpoints.writer import Spec, Writer, write_json
 from nybble.errors import CheckpointError
 
-CHUNK_BYTES = 32_000_000
-"""Source bytes in hand; a single expert may be more."""
+CHUNK_BYTES = 4_000_000
+"""Source bytes that one thread has in hand; a single expert may be more."""
 EXACT = ("e_score_correction_bias", "mlp.gate.bias")
 """Router biases stay as they are: a rounded one sends tokens to other experts."""
 
 Observer = Callable[[str, Tensor, Packed], None]
-"""Called with a module's name, its weight and its codes."""
+"""Called with a module's name, its weight and its codes, from any thread."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,23 +71,40 @@ def write_model(job: Job, out: Path) -> Result:
     total = sum(entry.nbytes for entry in job.folder.tensors.values())
     bar = tqdm(total=total, unit="B", unit_scale=True, desc=job.progress, disable=job.progress is None)
     with bar, Writer(out, specs, job.max_shard_bytes) as writer:
-
-        def advance(nbytes: int) -> None:
-            result.bytes_read += nbytes
-            bar.update(nbytes)
-
-        for group in plan.groups(job.units, job.formats, job.fuse):
-            unit = group[0]
-            if isinstance(unit, Bank):
-                _write_bank(job, unit, writer, result, advance)
-            elif _owned(job, unit):
-                _write_linears(job, [u for u in group if isinstance(u, Linear)], writer, result, advance)
-        for name in plain:
-            _write_plain(job, name, writer, advance)
+        for done in each_in_threads(list(_tasks(job, plain, writer))):
+            result.bytes_read += done.nbytes
+            result.reused += done.reused
+            bar.update(done.nbytes)
         result.bytes_written = writer.close()
     for name, content in _configs(job).items():
         write_json(out / name, content)
     return result
+
+
+@dataclass(frozen=True)
+class _Done:
+    """What one task did."""
+
+    nbytes: int
+    reused: int = 0
+
+
+def _tasks(job: Job, plain: list[str], writer: Writer) -> Iterator[Callable[[Scratch], _Done]]:
+    for group in plan.groups(job.units, job.formats, job.fuse):
+        unit = group[0]
+        if isinstance(unit, Bank):
+            nbytes = sum(job.folder.entry(name).nbytes for name in unit.tensors)
+            for experts in _chunks(unit.experts, nbytes):
+                yield partial(_write_bank, job, unit, experts, writer)
+        elif _owned(job, unit):
+            yield partial(_write_linears, job, [u for u in group if isinstance(u, Linear)], writer)
+    for name in plain:
+        entry = job.folder.entry(name)
+        if not entry.shape or entry.nbytes <= CHUNK_BYTES:
+            yield partial(_write_plain, job, name, None, writer)
+        else:
+            for rows in _chunks(entry.shape[0], entry.nbytes):
+                yield partial(_write_plain, job, name, rows, writer)
 
 
 def _owned(job: Job, unit: Unit) -> bool:
@@ -113,80 +132,76 @@ def _chunks(count: int, nbytes: int) -> Iterator[range]:
         yield range(start, min(start + step, count))
 
 
-def _write_bank(job: Job, bank: Bank, writer: Writer, result: Result, advance: Callable[[int], None]) -> None:
-    format = job.formats.get(bank.module)
-    for experts in _chunks(bank.experts, sum(job.folder.entry(name).nbytes for name in bank.tensors)):
-        first, down = bank.read(job.folder, experts)
-        if format is None:
-            dtype = torch.bfloat16 if job.rest == "bf16" else first.dtype
-            pieces = job.dialect.bank_tensors(
-                bank, experts.start, first.to(dtype), down.to(dtype), job.activations
-            )
-        else:
-            packed = _encode_bank(job, bank, experts, first, down, format, result)
-            pieces = job.dialect.bank_tensors(bank, experts.start, *packed, job.activations)
-        for name, tensor, row in pieces:
-            writer.put(name, tensor, row)
-        advance(first.nbytes + down.nbytes)
+def _write_bank(job: Job, bank: Bank, experts: range, writer: Writer, scratch: Scratch) -> _Done:
+    format, reused = job.formats.get(bank.module), 0
+    first, down = bank.read(job.folder, experts, scratch)
+    nbytes = first.nbytes + down.nbytes
+    if format is None:
+        dtype = torch.bfloat16 if job.rest == "bf16" else first.dtype
+        pieces = job.dialect.bank_tensors(bank, experts.start, first.to(dtype), down.to(dtype), job.activations)
+    else:
+        into = _encode(first, format, bank.module, scratch)
+        out = _encode(down, format, bank.module, scratch)
+        if job.sidecar is not None:
+            into, out, reused = _restore(job.sidecar, bank, experts, (first, down), (into, out))
+        if job.observe is not None:
+            job.observe(bank.module, first, into)
+            job.observe(bank.module, down, out)
+        pieces = job.dialect.bank_tensors(bank, experts.start, into, out, job.activations)
+    for name, tensor, row in pieces:
+        writer.put(name, tensor, row)
+    return _Done(nbytes, reused)
 
 
-def _encode_bank(
-    job: Job, bank: Bank, experts: range, first: Tensor, down: Tensor, format: str, result: Result
-) -> tuple[Packed, Packed]:
-    into, out = _encode(first, format, bank.module), _encode(down, format, bank.module)
-    if job.sidecar is not None:
-        kept = [job.sidecar.expert(bank, expert, STORED[format]) for expert in experts]
-        intos = [kept_codes.reuse(k and k[0], first, into, i) for i, k in enumerate(kept)]
-        outs = [kept_codes.reuse(k and k[1], down, out, i) for i, k in enumerate(kept)]
-        for k, a, b in zip(kept, intos, outs, strict=True):
-            result.reused += 0 if k is None else (a is k[0]) * len(bank.inputs) + (b is k[1])
-        into, out = stack(intos), stack(outs)
-    if job.observe is not None:
-        job.observe(bank.module, first, into)
-        job.observe(bank.module, down, out)
-    return into, out
+def _restore(
+    sidecar: Sidecar,
+    bank: Bank,
+    experts: range,
+    weights: tuple[Tensor, Tensor],
+    fresh: tuple[Packed, Packed],
+) -> tuple[Packed, Packed, int]:
+    """Kept codes in place of fresh ones for every expert whose weights did not change."""
+    kept = [sidecar.expert(bank, expert, fresh[0].kind) for expert in experts]
+    into = [kept_codes.reuse(k and k[0], weights[0], fresh[0], i) for i, k in enumerate(kept)]
+    out = [kept_codes.reuse(k and k[1], weights[1], fresh[1], i) for i, k in enumerate(kept)]
+    reused = 0
+    for k, a, b in zip(kept, into, out, strict=True):
+        reused += 0 if k is None else (a is k[0]) * len(bank.inputs) + (b is k[1])
+    return stack(into), stack(out), reused
 
 
-def _encode(weight: Tensor, format: str, module: str) -> Packed:
+def _encode(weight: Tensor, format: str, module: str, scratch: Scratch) -> Packed:
     try:
-        return encode(weight, format)
+        return encode(scratch.float32(weight), format)
     except CheckpointError as error:
         raise CheckpointError(f"{module}: {error}") from None
 
 
-def _write_linears(
-    job: Job, group: list[Linear], writer: Writer, result: Result, advance: Callable[[int], None]
-) -> None:
+def _write_linears(job: Job, group: list[Linear], writer: Writer, scratch: Scratch) -> _Done:
     weights = [job.folder.read(linear.tensors[0]) for linear in group]
-    format = job.formats[group[0].module]
-    whole = _encode(torch.cat(weights) if len(weights) > 1 else weights[0], format, group[0].module)
-    start = 0
+    format, start, reused = job.formats[group[0].module], 0, 0
+    whole = _encode(torch.cat(weights), format, group[0].module, scratch)
     for linear, weight in zip(group, weights, strict=True):
         packed = whole.rows(slice(start, start + linear.rows))
         start += linear.rows
         if job.sidecar is not None:
             fresh = packed
             packed = kept_codes.reuse(job.sidecar.load(linear.module, STORED[format]), weight, fresh)
-            result.reused += packed is not fresh
+            reused += packed is not fresh
         if job.observe is not None:
             job.observe(linear.module, weight, packed)
         for name, tensor, row in job.dialect.matrix_tensors(linear.module, packed, job.activations):
             writer.put(name, tensor, row)
-        advance(weight.nbytes)
+    return _Done(sum(weight.nbytes for weight in weights), reused)
 
 
-def _write_plain(job: Job, name: str, writer: Writer, advance: Callable[[int], None]) -> None:
-    entry, dtype = job.folder.entry(name), writer.specs[name].dtype
-    if not entry.shape or entry.nbytes <= CHUNK_BYTES:
-        chunks: Iterator[range | None] = iter([None])
-    else:
-        chunks = iter(_chunks(entry.shape[0], entry.nbytes))
-    for rows in chunks:
-        tensor = job.folder.read(name, None if rows is None else slice(rows.start, rows.stop))
-        advance(tensor.nbytes)
-        if NAMES[tensor.dtype] != dtype:
-            tensor = tensor.to(torch.bfloat16)
-        writer.put(name, tensor, 0 if rows is None else rows.start)
+def _write_plain(job: Job, name: str, rows: range | None, writer: Writer, scratch: Scratch) -> _Done:  # noqa: ARG001
+    tensor = job.folder.read(name, None if rows is None else slice(rows.start, rows.stop))
+    nbytes = tensor.nbytes
+    if NAMES[tensor.dtype] != writer.specs[name].dtype:
+        tensor = tensor.to(torch.bfloat16)
+    writer.put(name, tensor, 0 if rows is None else rows.start)
+    return _Done(nbytes)
 
 
 def _configs(job: Job) -> dict[str, dict[str, Any]]:

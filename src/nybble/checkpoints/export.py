@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import tyro
+
 from nybble.checkpoints import plan
 from nybble.checkpoints.dialects import WRITABLE, Dialect
 from nybble.checkpoints.engine import Job, write_model
@@ -44,7 +46,7 @@ COPIED += (
 class ExportConfig:
     """What to export, and how."""
 
-    checkpoint: Path
+    checkpoint: tyro.conf.Positional[Path]
     """A run folder (its newest checkpoint), a checkpoint folder, or a transformers folder."""
     out: Path
     """The folder to write. It appears when it is whole."""

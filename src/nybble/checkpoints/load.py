@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import tyro
 from torch import Tensor
 from tqdm import tqdm
 
@@ -35,7 +36,7 @@ _STACK = re.compile(r"(.+\.experts)\.(w13|w2)")
 class ImportConfig:
     """What to import, and how."""
 
-    checkpoint: Path
+    checkpoint: tyro.conf.Positional[Path]
     """A folder in one of the dialects, or a BF16 or FP8-block transformers folder."""
     out: Path
     """The transformers folder to write. It appears when it is whole."""

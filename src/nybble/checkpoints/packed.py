@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+import nybble.kernels  # noqa: F401  (registers the fast implementations of the ops)
 from nybble import formats
 from nybble.errors import CheckpointError
 from nybble.formats.fp32 import divide
@@ -105,9 +106,8 @@ def encode(weight: Tensor, format: str) -> Packed:
     if row.block_rows > 1:
         # one byte a tile in the trainer, one a row on disk: every row of a tile repeats the tile's byte
         scales = scales.repeat_interleave(row.block_rows, dim=-2)[..., : weight.shape[-2], :]
-    # 255 is NaN in E8M0; in E4M3 both signs of 0x7F are
-    invalid = scales == 255 if row.scale == "e8m0" else (scales & 0x7F) == 0x7F
-    if bool(invalid.any()):
+    # the quantiser makes no negative scale, so the byte of NaN is the largest there is
+    if scales.numel() and int(scales.max()) == (255 if row.scale == "e8m0" else 0x7F):
         raise CheckpointError("the weight holds NaN or infinity; no checkpoint can be made of it")
     two_level = row.two_level
     return Packed(

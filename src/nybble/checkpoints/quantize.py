@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import tyro
 from torch import Tensor, float64
 
 from nybble.checkpoints import plan
@@ -21,7 +23,7 @@ from nybble.errors import CheckpointError
 class QuantizeConfig:
     """What to quantise, and how."""
 
-    model: Path
+    model: tyro.conf.Positional[Path]
     """A transformers folder in FP32, BF16 or FP16."""
     out: Path
     """The folder to write. It appears when it is whole."""
@@ -80,13 +82,16 @@ def quantize_model(config: QuantizeConfig) -> QuantizeReport:
     dialect = dialect_of(config.format)
     plan.check(units, formats, dialect)
     squares: dict[str, list[float]] = {}
+    lock = threading.Lock()
 
     def observe(module: str, weight: Tensor, packed: Packed) -> None:
         original = weight.float()
         error = (packed.decode() - original).square_().sum(dtype=float64)
-        sums = squares.setdefault(module, [0.0, 0.0])
-        sums[0] += float(error)
-        sums[1] += float(original.square().sum(dtype=float64))
+        norm = original.square().sum(dtype=float64)
+        with lock:
+            sums = squares.setdefault(module, [0.0, 0.0])
+            sums[0] += float(error)
+            sums[1] += float(norm)
 
     job = Job(
         folder=folder,
@@ -101,5 +106,5 @@ def quantize_model(config: QuantizeConfig) -> QuantizeReport:
         observe=observe,
     )
     written = write_folder(job, config.out, config.overwrite)
-    errors = {module: error / total if total else 0.0 for module, (error, total) in squares.items()}
+    errors = {module: squares[module][0] / (squares[module][1] or 1.0) for module in formats if module in squares}
     return QuantizeReport(written=written, errors=errors)

@@ -14,10 +14,10 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from nybble.checkpoints.safetensors_io import DTYPES, Folder
+from nybble.checkpoints.scratch import Scratch
 from nybble.errors import CheckpointError
 
 FLOATS = ("F32", "BF16", "F16")
@@ -81,22 +81,28 @@ class Bank:
     def _down(self) -> str:
         return f"{self.module}.{'w2_weight' if self.layout == 'interleaved' else 'down_proj'}"
 
-    def read(self, folder: Folder, experts: range) -> tuple[Tensor, Tensor]:
-        """Projections into [n, 2I or I, H] (gate rows first) and out of [n, H, I] some consecutive experts."""
+    def read(self, folder: Folder, experts: range, scratch: Scratch | None = None) -> tuple[Tensor, Tensor]:
+        """Projections into [n, 2I or I, H] (gate rows first) and out of [n, H, I] some consecutive experts.
+
+        They lie in buffers of `scratch` if it is given.
+        """
+        scratch = scratch or Scratch()
+        into = (len(experts), self.rows, self.hidden)
+        out = (len(experts), self.hidden, self.width)
+        dtype = DTYPES[folder.entry(self.tensors[-1]).dtype]
+        first, down = scratch.empty("first", into, dtype), scratch.empty("down", out, dtype)
         if self.layout != "separate":
             rows = slice(experts.start, experts.stop)
-            first = folder.read(self._first, rows)
-            if self.layout == "interleaved":
-                first = torch.cat((first[:, 0::2], first[:, 1::2]), dim=1)
-            return first, folder.read(self._down, rows)
-        name = f"{self.module}.{experts.start}.{self.names[-1]}.weight"
-        dtype = DTYPES[folder.entry(name).dtype]
-        first = torch.empty(len(experts), self.rows, self.hidden, dtype=dtype)
-        down = torch.empty(len(experts), self.hidden, self.width, dtype=dtype)
+            folder.read(self._down, rows, out=down)
+            if self.layout == "fused":
+                return folder.read(self._first, rows, out=first), down
+            mixed = folder.read(self._first, rows, out=scratch.empty("mixed", into, dtype))
+            first[:, : self.width], first[:, self.width :] = mixed[:, 0::2], mixed[:, 1::2]
+            return first, down
         for i, expert in enumerate(experts):
             for j, part in enumerate(self.inputs):
-                into = first[i, j * self.width : (j + 1) * self.width]
-                folder.read(f"{self.module}.{expert}.{part}.weight", out=into)
+                part_rows = first[i, j * self.width : (j + 1) * self.width]
+                folder.read(f"{self.module}.{expert}.{part}.weight", out=part_rows)
             folder.read(f"{self.module}.{expert}.{self.names[-1]}.weight", out=down[i])
         return first, down
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import tyro
 from torch import Tensor
 from tqdm import tqdm
 
@@ -25,7 +26,7 @@ from nybble.errors import CheckpointError
 class ValidateConfig:
     """What to check."""
 
-    checkpoint: Path
+    checkpoint: tyro.conf.Positional[Path]
     """A folder in any dialect."""
     tp: int = 1
     """Ranks of tensor parallelism that will serve it."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -77,6 +78,7 @@ class Writer:
             twice = sorted(spec.name for spec in specs if specs.count(spec) > 1)
             raise CheckpointError(f"{folder}: two tensors would have the name {twice[:1]}")
         self._missing = {spec.name: spec.nbytes for spec in specs}
+        self._lock = threading.Lock()
         self._place: dict[str, tuple[int, int]] = {}
         shards = _shards(specs, max_shard_bytes)
         total = len(shards)
@@ -109,7 +111,7 @@ class Writer:
             self._place[spec.name] = (index, base + self._place[spec.name][1])
 
     def put(self, name: str, tensor: torch.Tensor, row: int = 0) -> None:
-        """Write `tensor` as the rows of `name` from `row` on (the whole of it when it has its shape)."""
+        """Write `tensor` as the rows of `name` from `row` on (the whole of it when it has its shape), from any thread."""
         spec = self.specs[name]
         if NAMES.get(tensor.dtype) != spec.dtype or tuple(tensor.shape[1:]) != spec.shape[1:]:
             raise CheckpointError(
@@ -118,7 +120,8 @@ class Writer:
         index, start = self._place[name]
         row_bytes = spec.nbytes // spec.shape[0] if spec.shape and spec.shape[0] else 0
         nbytes = tensor.numel() * tensor.itemsize
-        self._missing[name] -= nbytes
+        with self._lock:
+            self._missing[name] -= nbytes
         if self._missing[name] < 0:
             raise CheckpointError(f"{name}: more data than its shape {list(spec.shape)} holds")
         if nbytes:

@@ -1,0 +1,13 @@
+"""`nybble quantize`: four-bit weights of a model that was trained in high precision, and their error."""
+
+from __future__ import annotations
+
+import tyro
+
+
+def main(arguments: list[str]) -> int:
+    """Runs the verb; returns its exit status."""
+    from nybble.checkpoints.quantize import QuantizeConfig, quantize_model
+
+    print(quantize_model(tyro.cli(QuantizeConfig, args=arguments, prog="nybble quantize")).text())
+    return 0
