@@ -1,0 +1,39 @@
+"""Outer amaxes: the largest finite magnitude of a tensor, of each matrix or of each token group, in one read."""
+
+import triton
+import triton.language as tl
+
+from nybble.kernels.cuda.rows import finite_top, load_unit, unit_magnitude
+
+
+@triton.jit
+def amax_rows(
+    x_ptr,
+    amax_ptr,  # int32 view of the FP32 result, zeros on entry
+    offs_ptr,
+    group_ptr,
+    row_stride,
+    units,
+    groups,
+    IN_BF16: tl.constexpr,
+    HAS_OFFS: tl.constexpr,
+    HAS_GROUP: tl.constexpr,
+    ROW_AXIS: tl.constexpr,
+    N: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    """Each row of x [R, units * 8 * CHUNKS] into the amax of its group (its own without HAS_GROUP)."""
+    row = tl.program_id(ROW_AXIS).to(tl.int64)
+    tile = tl.program_id(1 - ROW_AXIS)
+    inside = True
+    if HAS_OFFS:
+        inside = row < tl.load(offs_ptr + groups - 1)
+    u = tile.to(tl.int64) * N + tl.arange(0, N)
+    raws = load_unit(x_ptr, row * row_stride, u, (u < units) & inside, CHUNKS, IN_BF16)
+    t = finite_top(raws, unit_magnitude(raws, CHUNKS, IN_BF16, ASM), CHUNKS, IN_BF16)
+    which = row
+    if HAS_GROUP:
+        which = tl.load(group_ptr + row).to(tl.int64)
+    # FP32 magnitudes are ordered as their bits are.
+    tl.atomic_max(amax_ptr + which, t.to(tl.int32), sem="relaxed")

@@ -1,0 +1,68 @@
+"""Philox4x32-10 in Triton: one call serves eight neighbouring elements. See `formats/philox.py` for the counter."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def philox(c0, c1, c2, c3, k0, k1):
+    """The four output words (uint32). What is the same for a whole program is best passed as scalars."""
+    for _ in tl.static_range(10):
+        a = c0.to(tl.uint64) * 0xD2511F53
+        b = c2.to(tl.uint64) * 0xCD9E8D57
+        c0 = (b >> 32).to(tl.uint32) ^ c1 ^ k0
+        c2 = (a >> 32).to(tl.uint32) ^ c3 ^ k1
+        c1 = b.to(tl.uint32)
+        c3 = a.to(tl.uint32)
+        k0 = (k0 + 0x9E3779B9).to(tl.uint32)
+        k1 = (k1 + 0xBB67AE85).to(tl.uint32)
+    return c0, c1, c2, c3
+
+
+@triton.jit
+def load_key(key_ptr):
+    """(k0, k1, micro << 16, step) as uint32, from the op's int64 [3] (seed, step, micro)."""
+    seed = tl.load(key_ptr)
+    step = tl.load(key_ptr + 1)
+    micro = tl.load(key_ptr + 2)
+    low: tl.constexpr = 0xFFFFFFFF
+    k0 = (seed & low).to(tl.uint32)
+    k1 = ((seed >> 32) & low).to(tl.uint32)
+    return k0, k1, ((micro & 0xFFFF) << 16).to(tl.uint32), (step & low).to(tl.uint32)
+
+
+@triton.jit
+def block_words(g, key, tag):
+    """Philox words of block g (int64): draws of elements 8 g .. 8 g + 7, two in each word, the first one low."""
+    k0, k1, micro, step = key
+    c0 = (g & 0xFFFFFFFF).to(tl.uint32)
+    c1 = ((g >> 32) & 0xFFFF).to(tl.uint32) | micro
+    return philox(c0, c1, step, tag, k0, k1)
+
+
+@triton.jit
+def draw_words(e, key, tag, ALIGNED: tl.constexpr):
+    """Words that hold the draws of elements e .. e + 7 (int64). ALIGNED: e is a multiple of 8."""
+    if ALIGNED:
+        return block_words(e >> 3, key, tag)
+    else:
+        # Eight elements out of two blocks: a shift of 256 bits to the right by 16 for each element to be skipped.
+        a0, a1, a2, a3 = block_words(e >> 3, key, tag)
+        a4, a5, a6, a7 = block_words((e >> 3) + 1, key, tag)
+        four, two, one = (e & 4) != 0, (e & 2) != 0, (e & 1) != 0
+        a0 = tl.where(four, a2, a0)
+        a1 = tl.where(four, a3, a1)
+        a2 = tl.where(four, a4, a2)
+        a3 = tl.where(four, a5, a3)
+        a4 = tl.where(four, a6, a4)
+        a5 = tl.where(four, a7, a5)
+        a0 = tl.where(two, a1, a0)
+        a1 = tl.where(two, a2, a1)
+        a2 = tl.where(two, a3, a2)
+        a3 = tl.where(two, a4, a3)
+        a4 = tl.where(two, a5, a4)
+        w0 = tl.where(one, (a0 >> 16) | (a1 << 16), a0)
+        w1 = tl.where(one, (a1 >> 16) | (a2 << 16), a1)
+        w2 = tl.where(one, (a2 >> 16) | (a3 << 16), a2)
+        w3 = tl.where(one, (a3 >> 16) | (a4 << 16), a3)
+        return w0, w1, w2, w3

@@ -1,0 +1,22 @@
+"""Triton under its two guises: compiled for a GPU, or interpreted on the CPU (TRITON_INTERPRET=1, for tests).
+
+Kernels take `ASM`: where it is true they use single PTX instructions of Hopper and later for what Triton has no
+spelling for (rounding towards zero, the reciprocal, E4M3 conversions); where it is false, the same functions in plain
+Triton. Both give the same bits.
+"""
+
+import torch
+import triton
+
+INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
+MIN_CAPABILITY = (9, 0)
+
+
+def use_asm(device: torch.device) -> bool:
+    """Whether kernels on `device` may use Hopper's instructions."""
+    return not INTERPRETED and torch.cuda.get_device_capability(device) >= MIN_CAPABILITY
+
+
+def cdiv(a: int, b: int) -> int:
+    """a / b rounded up."""
+    return -(-a // b)

@@ -1,0 +1,177 @@
+"""Launches of `rows.py` and `amax.py`: layouts brought to rows, tiles chosen."""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+
+from nybble.formats.table import Format
+from nybble.kernels.cuda import amax as amax_kernel
+from nybble.kernels.cuda import groups as group_kernel
+from nybble.kernels.cuda import rows as row_kernel
+from nybble.kernels.cuda.jit import cdiv, use_asm
+
+GRID_LIMIT = 65535  # of the second axis of a CUDA grid
+SCALES = {("e4m3", None): 0, ("e8m0", "up"): 1, ("e8m0", "floor"): 2, ("fp32", None): 3}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Draw:
+    """What stochastic rounding draws from; `key` None is rounding to nearest."""
+
+    key: Tensor | None = None
+    layer: int = 0
+    operand: int = 0
+    rows: Tensor | None = None
+
+    @property
+    def stochastic(self) -> bool:
+        """Whether there is a key."""
+        return self.key is not None
+
+    @property
+    def tag(self) -> int:
+        """The last word of the counter."""
+        return (self.layer << 8) | self.operand
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rows:
+    """x as rows that the kernels can read: 16-byte aligned, padded with zeros to whole units."""
+
+    x: Tensor
+    """[R, C] with unit stride along C, BF16 or FP32."""
+    columns: int
+    """Of the logical tensor."""
+
+    @property
+    def bf16(self) -> bool:
+        """Read as pairs."""
+        return self.x.dtype == torch.bfloat16
+
+    @property
+    def pointer(self) -> Tensor:
+        """What the kernel gets."""
+        return self.x.view(torch.int32) if self.bf16 else self.x
+
+
+def unit_of(fmt: Format) -> int:
+    """Elements that a thread takes at a time."""
+    return 16 if fmt.block_cols == 16 else 32
+
+
+def as_matrix(x: Tensor) -> Tensor:
+    """[R, C], leading axes joined, one row for a vector."""
+    return x.unsqueeze(0) if x.dim() == 1 else x.flatten(0, -2)
+
+
+def as_rows(x: Tensor, unit: int) -> Rows:
+    """x [R, C], copied only where its layout or its last columns need it."""
+    if x.dtype == torch.float16:
+        x = x.to(torch.float32)
+    columns = x.shape[-1]
+    align = 16 // x.element_size()
+    padded = cdiv(columns, unit) * unit
+    fits = columns == padded and x.stride(-1) == 1 and x.stride(0) % align == 0 and x.data_ptr() % 16 == 0
+    if not fits:
+        copy = x.new_zeros(x.shape[0], padded)
+        copy[:, :columns] = x
+        x = copy
+    return Rows(x=x, columns=columns)
+
+
+def long_rows(x: Tensor, count: int, unit: int) -> Tensor | None:
+    """x as [count, numel / count] where that changes no block and no draw."""
+    return x.reshape(count, -1) if x.is_contiguous() and x.shape[-1] % unit == 0 and x.numel() else None
+
+
+def pow2(n: int) -> int:
+    """The smallest power of two not below n."""
+    return triton.next_power_of_2(max(n, 1))
+
+
+def grid(rows: int, tiles: int) -> tuple[tuple[int, int], int]:
+    """The grid, and which of its axes counts rows."""
+    return ((tiles, rows), 1) if rows <= GRID_LIMIT and rows < tiles else ((rows, tiles), 0)
+
+
+def row_groups(offs: Tensor, rows: int) -> Tensor:
+    """int32 [rows]: the group of each row, the last for those of none."""
+    out = torch.empty(rows, dtype=torch.int32, device=offs.device)
+    n, g = 128, offs.shape[0]
+    if rows and g:
+        group_kernel.row_groups[(cdiv(rows, n),)](offs, out, rows, g, N=n, G=pow2(g))
+    return out
+
+
+def measure(x: Rows, shape: list[int], group: Tensor | None, offs: Tensor | None) -> Tensor:
+    """Outer amaxes (FP32, of `shape`) of rows: one a row, or one for each value of `group`."""
+    out = torch.zeros(shape, dtype=torch.float32, device=x.x.device)
+    if out.numel() == 0 or x.x.numel() == 0:
+        return out
+    count, width = x.x.shape
+    units, n = width // 16, min(512, pow2(width // 16))
+    (across, axis) = grid(count, cdiv(units, n))
+    amax_kernel.amax_rows[across](
+        x.pointer, out.view(-1).view(torch.int32), offs, group, x.x.stride(0), units, 0 if offs is None else offs.shape[0],
+        IN_BF16=x.bf16, HAS_OFFS=offs is not None, HAS_GROUP=group is not None, ROW_AXIS=axis, N=n, CHUNKS=2,
+        ASM=use_asm(x.x.device), num_warps=max(1, min(8, n // 64)), enable_fp_fusion=False,
+    )  # fmt: skip
+    return out
+
+
+def quantize_rows(
+    x: Rows,
+    fmt: Format,
+    outer: int,
+    amax: Tensor,
+    group: Tensor | None,
+    offs: Tensor | None,
+    draw: Draw,
+    *,
+    codes: Tensor | None = None,
+    scales: Tensor | None = None,
+    values: Tensor | None = None,
+    tile: tuple[int, int] | None = None,
+) -> None:
+    """Quantise rows along their columns into `codes` and `scales`, or into `values` [R, padded C].
+
+    Args:
+        outer: OUTER_NONE, OUTER_ROW (amax [R] is written) or OUTER_GIVEN (amax is read, at `group` or at the row).
+        tile: (units of a tile, warps), to override what is chosen.
+    """
+    count, width = x.x.shape
+    unit = unit_of(fmt)
+    units = width // unit
+    block_units = 0 if fmt.block_cols is None else fmt.block_cols // unit
+    whole = outer == row_kernel.OUTER_ROW.value or block_units == 0
+    n, warps = tile or choose_tile(units, unit, whole, draw.stochastic)
+    n = max(n, block_units)
+    tiles = 1 if whole else cdiv(units, n)
+    across, axis = grid(count, tiles)
+    out_bf16 = values is not None and values.dtype == torch.bfloat16
+    row_kernel.quantize_rows[across](
+        x.pointer,
+        None if codes is None else codes.view(torch.int32),
+        scales,
+        values.view(torch.int32) if values is not None and out_bf16 else values,
+        amax, draw.key, draw.rows, offs, group,
+        x.x.stride(0), x.columns, 0 if values is None else values.stride(0), units,
+        0 if offs is None else offs.shape[0], draw.tag,
+        E2M1=fmt.packed, ELEMENT_MAX=fmt.element_max, SCALE=SCALES[fmt.scale or "", fmt.scale_rule], BLOCK_UNITS=block_units,
+        OUTER=outer, OUTER_MAX=fmt.outer_max or 0.0, OVER_SIX=fmt.four_over_six, STOCHASTIC=draw.stochastic,
+        VALUES=values is not None, IN_BF16=x.bf16, OUT_BF16=out_bf16, HAS_ROWS=draw.rows is not None,
+        HAS_OFFS=offs is not None, HAS_GROUP=group is not None, ALIGNED=x.columns % 8 == 0, ROW_AXIS=axis,
+        SINGLE=units <= n, N=n, CHUNKS=unit // 8, ASM=use_asm(x.x.device), num_warps=warps, enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+def choose_tile(units: int, unit: int, whole: bool, stochastic: bool) -> tuple[int, int]:
+    """(units of a tile, warps): 32 or 64 elements a thread keep enough loads in flight without spilling."""
+    each = 32 if stochastic else 64
+    if whole:
+        n = min(pow2(units), 16384 // unit)
+        return n, max(1, min(16, n * unit // (32 * each)))
+    n = min(pow2(units), 128 * each // unit)
+    return n, max(1, min(4, n * unit // (32 * each)))
