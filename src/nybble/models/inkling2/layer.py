@@ -1,0 +1,102 @@
+"""Decoder layers of Inkling 2."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from transformers import Inkling2TextConfig
+
+from nybble.models.inkling2.attention import Attention
+from nybble.models.inkling2.context import Context
+from nybble.models.inkling2.conv import ShortConvolution
+from nybble.models.inkling2.experts import Experts
+from nybble.models.inkling2.residual import BlockAttentionResidual
+from nybble.models.inkling2.router import Router
+from nybble.models.norms import RMSNorm
+
+
+class SparseMLP(nn.Module):
+    """[B, S, H] -> [B, S, H] through routed experts, and how many rows each expert got [E] int64."""
+
+    def __init__(self, config: Inkling2TextConfig) -> None:
+        super().__init__()
+        self.experts = Experts(config)
+        self.gate = Router(config)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        flat = x.reshape(-1, x.shape[-1])
+        _, weights, experts = self.gate(flat)
+        rows = experts.reshape(-1)
+        counts = torch.zeros_like(self.gate.e_score_correction_bias, dtype=torch.int64)
+        counts = counts.index_add(0, rows, torch.ones_like(rows))
+        return self.experts(flat, experts, weights).view(x.shape), counts
+
+
+class DecoderLayer(nn.Module):
+    """Attention and experts, each fed by a mixture over blocks and followed by a short convolution.
+
+    `forward(hidden, blocks, blocks_after, context)` -> hidden [B, S, H], tokens per expert [E]. `blocks` are
+    the finished blocks before this layer, `blocks_after` those with the one that ends here (the same unless
+    `is_block_boundary`).
+    """
+
+    sliding: bool
+
+    def __init__(self, config: Inkling2TextConfig, layer: int) -> None:
+        super().__init__()
+        hidden, kernel = config.hidden_size, config.conv_kernel_size
+        self.is_block_boundary = layer % config.n_layers_per_attn_res_block == 0
+        queries = 1 if self.sliding else 3
+        self.attention_input = BlockAttentionResidual(hidden, queries) if layer > 0 else None
+        self.mlp_input = BlockAttentionResidual(hidden)
+        self.self_attn = Attention(config, layer)
+        self.mlp = SparseMLP(config)
+        for name in self.norm_names():
+            setattr(self, name, RMSNorm(hidden, config.rms_norm_eps))
+        self.post_attention_layernorm = RMSNorm(hidden, config.rms_norm_eps)
+        self.post_attention_convolution = ShortConvolution(hidden, kernel, layer, slot=2)
+        self.post_mlp_convolution = ShortConvolution(hidden, kernel, layer, slot=3)
+
+    def norm_names(self) -> Sequence[str]:
+        """Norms of the attention's inputs: one for all, or one each for queries, keys and values."""
+        raise NotImplementedError
+
+    def forward(
+        self, hidden: Tensor, blocks: tuple[Tensor, ...], blocks_after: tuple[Tensor, ...], context: Context
+    ) -> tuple[Tensor, Tensor]:
+        dtype = hidden.dtype
+        names = self.norm_names()
+        mixed = (
+            (hidden,) * len(names) if self.attention_input is None else self.attention_input(blocks, hidden)
+        )
+        normed = [getattr(self, name)(x).to(dtype) for name, x in zip(names, mixed, strict=True)]
+        q, k, v = normed * 3 if len(normed) == 1 else normed
+        attended = self.post_attention_convolution(self.self_attn(q, k, v, context), context).float()
+        partial = attended if self.is_block_boundary else hidden.float() + attended
+        (mixed_mlp,) = self.mlp_input(blocks_after, partial)
+        out, counts = self.mlp(self.post_attention_layernorm(mixed_mlp).to(dtype))
+        return (partial + self.post_mlp_convolution(out, context)).to(dtype), counts
+
+
+class SlidingDecoderLayer(DecoderLayer):
+    """A layer of sliding-window attention."""
+
+    sliding = True
+
+    def norm_names(self) -> Sequence[str]:
+        return ("input_layernorm",)
+
+
+class FullDecoderLayer(DecoderLayer):
+    """A layer of full attention: queries, keys and values mix the blocks with queries of their own."""
+
+    sliding = False
+
+    def norm_names(self) -> Sequence[str]:
+        return ("q_input_layernorm", "k_input_layernorm", "v_input_layernorm")
+
+
+def make_layer(config: Inkling2TextConfig, layer: int) -> DecoderLayer:
+    """The decoder layer that `config.layer_types` names."""
+    kind = SlidingDecoderLayer if config.layer_types[layer] == "hybrid_sliding" else FullDecoderLayer
+    return kind(config, layer)

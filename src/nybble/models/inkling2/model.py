@@ -1,0 +1,286 @@
+"""Inkling 2, text part, with the parameter names, shapes and folders of transformers' class.
+
+Facts: transformers 5.24, `models/inkling2`. Written for training: see `attend.py`, `experts.py`, `loss.py`.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import GenerationConfig, Inkling2TextConfig, PreTrainedModel
+from transformers import initialization as init
+
+from nybble.errors import NybbleError
+from nybble.models.balance import ExpertLoad
+from nybble.models.cache import Cache
+from nybble.models.inkling2.attend import block_mask
+from nybble.models.inkling2.attention import RelativePositionBias, ScaledClip
+from nybble.models.inkling2.config import check, windows
+from nybble.models.inkling2.context import Context, document_positions, same_document
+from nybble.models.inkling2.conv import DynamicShortConvolution
+from nybble.models.inkling2.experts import Experts
+from nybble.models.inkling2.layer import DecoderLayer, make_layer
+from nybble.models.inkling2.residual import EPS, BlockAttentionResidual
+from nybble.models.inkling2.router import Router
+from nybble.models.loss import IGNORE, head_loss
+from nybble.models.norms import RMSNorm, rms_norm
+
+
+@dataclass
+class CausalLMOutput:
+    """Mean `loss`, `token_loss` [B, S] in nats without gradient, `logits` [B, S, vocabulary]; FP32."""
+
+    loss: Tensor | None = None
+    token_loss: Tensor | None = None
+    logits: Tensor | None = None
+
+
+class NormedEmbedding(nn.Embedding):
+    """Token embedding followed by an RMS norm: ids [B, S] -> [B, S, H]."""
+
+    def __init__(self, rows: int, hidden: int, padding: int | None, eps: float) -> None:
+        super().__init__(rows, hidden, padding)
+        self.embed_norm = RMSNorm(hidden, eps)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.embed_norm(super().forward(ids))
+
+
+class Inkling2PreTrainedModel(PreTrainedModel):
+    """Folders and initial weights, as transformers' class has them."""
+
+    config: Inkling2TextConfig
+    config_class = Inkling2TextConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ("SlidingDecoderLayer", "FullDecoderLayer")
+    _keep_in_fp32_modules_strict = (
+        "e_score_correction_bias",
+        "mlp.gate.weight",
+        "post_attention_convolution",
+        "post_mlp_convolution",
+        "sconv.conv1d",
+        "attention_input",
+        "mlp_input",
+        "final_input",
+    )
+
+    @classmethod
+    def _can_set_experts_implementation(cls) -> bool:
+        # a config that transformers' own class has touched names an implementation; here the device decides
+        return True
+
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        std = self.config.initializer_range
+        if isinstance(module, RelativePositionBias):
+            init.normal_(module.proj, mean=0.0, std=std)
+        elif isinstance(module, Experts):
+            init.normal_(module.gate_up_proj, mean=0.0, std=std)
+            init.normal_(module.down_proj, mean=0.0, std=std)
+        elif isinstance(module, Router):
+            init.normal_(module.weight, mean=0.0, std=std)
+            init.zeros_(module.e_score_correction_bias)
+        elif isinstance(module, ScaledClip):
+            init.ones_(module.scale)
+        elif isinstance(module, DynamicShortConvolution):
+            init.zeros_(module.static_weight)
+        elif isinstance(module, BlockAttentionResidual):
+            init.zeros_(module.query)
+        elif isinstance(module, Inkling2ForCausalLM):
+            init.zeros_(module.expert_load)
+
+
+class Inkling2TextModel(Inkling2PreTrainedModel):
+    """Embedding, decoder layers and final norm.
+
+    forward(ids [B, S], context) -> hidden [B, S, H], tokens per expert [layers, E] int64.
+    """
+
+    def __init__(self, config: Inkling2TextConfig) -> None:
+        super().__init__(config)
+        hidden, eps = config.hidden_size, config.rms_norm_eps
+        self.embed_tokens = NormedEmbedding(config.vocab_size, hidden, config.pad_token_id, eps)
+        self.layers = nn.ModuleList(make_layer(config, i) for i in range(config.num_hidden_layers))
+        self.norm = RMSNorm(hidden, eps)
+        self.final_input = BlockAttentionResidual(hidden)
+        self.checkpointed: frozenset[int] = frozenset()
+        self.post_init()
+
+    def forward(self, input_ids: Tensor, context: Context, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        hidden = self.embed_tokens(input_ids).to(dtype)
+        blocks: tuple[Tensor, ...] = ()
+        counts = []
+        for i, layer in enumerate(self.layers):
+            assert isinstance(layer, DecoderLayer)
+            after = blocks
+            if layer.is_block_boundary:
+                after = (*blocks, rms_norm(hidden, None, EPS))
+            if i in self.checkpointed and torch.is_grad_enabled():
+                hidden, count = checkpoint(
+                    layer, hidden, blocks, after, context, use_reentrant=False, preserve_rng_state=False
+                )
+            else:
+                hidden, count = layer(hidden, blocks, after, context)
+            blocks = after
+            counts.append(count)
+        (mixed,) = self.final_input(blocks, hidden)
+        return self.norm(mixed).to(dtype), torch.stack(counts)
+
+
+class Inkling2ForCausalLM(ExpertLoad, Inkling2PreTrainedModel):
+    """A causal language model of the Inkling 2 shape; `config` is transformers' `Inkling2TextConfig`.
+
+    `compute_dtype` is the dtype of activations; None takes the parameters' dtype, but BF16 for FP32
+    parameters on CUDA.
+    """
+
+    _tied_weights_keys = None
+    expert_load: Tensor
+
+    def __init__(self, config: Inkling2TextConfig) -> None:
+        check(config)
+        super().__init__(config)
+        self.model = Inkling2TextModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.unpadded_vocab_size, bias=False)
+        load = torch.zeros(config.num_hidden_layers, config.n_routed_experts, dtype=torch.int64)
+        self.register_buffer("expert_load", load, persistent=False)
+        self.compute_dtype: torch.dtype | None = None
+        self.flex: bool | None = None
+        self.post_init()
+
+    @classmethod
+    def can_generate(cls) -> bool:
+        """False: `nybble.models.generate` generates, not transformers."""
+        return False
+
+    def save_pretrained(self, save_directory: str | Path, *args: Any, **kwargs: Any) -> None:
+        """Write config, generation config and weights as transformers does (its head padded with zeros)."""
+        super().save_pretrained(save_directory, *args, **kwargs)
+        GenerationConfig.from_model_config(self.config).save_pretrained(save_directory)
+
+    def routers(self) -> Iterator[nn.Module]:
+        for layer in self.model.layers:
+            assert isinstance(layer, DecoderLayer)
+            yield layer.mlp.gate
+
+    def new_cache(self) -> Cache:
+        """An empty cache for generation."""
+        return Cache(windows(self.config))
+
+    def checkpoint_layers(self, layers: list[int] | bool) -> None:
+        """Keep only the inputs of these layers (True: all) and run them again in the backward pass."""
+        count = self.config.num_hidden_layers
+        chosen = range(count if layers else 0) if isinstance(layers, bool) else layers
+        if wrong := [i for i in chosen if not 0 <= i < count]:
+            raise NybbleError(f"activation checkpointing: no layer {wrong[0]}; the model has {count} layers")
+        self.model.checkpointed = frozenset(chosen)
+
+    def activation_checkpointing_enable(self, *_: Any, **__: Any) -> None:
+        """Checkpoint every layer (transformers' name for it)."""
+        self.checkpoint_layers(True)
+
+    def activation_checkpointing_disable(self) -> None:
+        """Checkpoint no layer."""
+        self.checkpoint_layers(False)
+
+    def check_ids(self, name: str, ids: Tensor, vocabulary: int) -> None:
+        """Raise NybbleError unless all ids lie in [0, vocabulary); -100 counts as no id."""
+        ids = ids[ids != IGNORE] if name == "labels" else ids
+        if ids.numel() and not 0 <= (low := int(ids.min())) <= (high := int(ids.max())) < vocabulary:
+            worst = low if low < 0 else high
+            raise NybbleError(
+                f"{name} holds token {worst}, but the model's vocabulary has {vocabulary} tokens; "
+                "use the tokeniser that the model was made with"
+            )
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        labels: Tensor | None = None,
+        *,
+        shift_labels: Tensor | None = None,
+        segments: Tensor | None = None,
+        positions: Tensor | None = None,
+        cache: Cache | None = None,
+        return_logits: bool | None = None,
+        last_only: bool = False,
+    ) -> CausalLMOutput:
+        """Logits, or the loss if there are labels.
+
+        Args:
+            input_ids: [B, S] int64. Checked against the vocabulary where that costs no device sync, that is
+                on a CPU.
+            labels: [B, S], the ids themselves, shifted by one here as in transformers; -100 is ignored.
+            shift_labels: [B, S], the target of each position, in place of `labels`.
+            segments: [B, S] int, documents packed in a row; tokens of different ones do not see each other.
+            positions: [B, S] position within the document, worked out from `segments` by default.
+            cache: from `new_cache()`, holds the tokens before these and takes these in.
+            return_logits: default: only without labels.
+            last_only: logits of the last position alone, [B, 1, vocabulary].
+
+        Raises:
+            NybbleError: ids out of the vocabulary, or more tokens than `max_position_embeddings`.
+        """
+        B, S = input_ids.shape
+        past = 0 if cache is None else cache.length
+        limit = self.config.max_position_embeddings
+        if past + S > limit:
+            raise NybbleError(
+                f"sequence of {past + S} tokens is longer than max_position_embeddings = {limit}"
+            )
+        if labels is not None and shift_labels is None:
+            shift_labels = torch.nn.functional.pad(labels, (0, 1), value=IGNORE)[:, 1:]
+        if input_ids.device.type == "cpu" and not torch.compiler.is_compiling():
+            self.check_ids("input_ids", input_ids, self.config.vocab_size)
+            if shift_labels is not None:
+                self.check_ids("labels", shift_labels, self.config.unpadded_vocab_size)
+        context = self._context(input_ids, segments, positions, cache)
+        hidden, counts = self.model(input_ids, context, self._dtype())
+        if cache is not None:
+            cache.advance(S, segments)
+        if self.training:
+            self.expert_load += counts
+        output = CausalLMOutput()
+        cap = self.config.final_logit_softcapping
+        if shift_labels is not None:
+            flat = hidden.reshape(-1, hidden.shape[-1])
+            output.loss, token_loss = head_loss(flat, self.lm_head.weight, shift_labels.reshape(-1), cap)
+            output.token_loss = token_loss.view(B, S)
+        if return_logits or (return_logits is None and shift_labels is None):
+            kept = hidden[:, -1:] if last_only else hidden
+            logits = (kept @ self.lm_head.weight.to(kept.dtype).T).float()
+            output.logits = cap * torch.tanh(logits / cap)
+        return output
+
+    def _dtype(self) -> torch.dtype:
+        if self.compute_dtype is not None:
+            return self.compute_dtype
+        weight = self.model.embed_tokens.weight
+        return torch.bfloat16 if weight.is_cuda and weight.dtype == torch.float32 else weight.dtype
+
+    def _context(
+        self, ids: Tensor, segments: Tensor | None, positions: Tensor | None, cache: Cache | None
+    ) -> Context:
+        past = 0 if cache is None else cache.length
+        before = None if cache is None else cache.segments
+        if segments is None and before is not None:
+            raise NybbleError(
+                "segments are missing: the cached tokens have them, so the new ones need them too"
+            )
+        same: tuple[Tensor, ...] = ()
+        if segments is not None:
+            same = same_document(segments, before, self.config.conv_kernel_size)
+            if positions is None and past + ids.shape[1] > self.config.log_scaling_n_floor:
+                positions = document_positions(segments, before)
+        context = Context(positions, segments, past, cache, past_segments=before, same=same)
+        if (ids.is_cuda if self.flex is None else self.flex) and cache is None and ids.numel():
+            for window in set(windows(self.config)):
+                context.block_masks[window] = block_mask(
+                    ids.shape[1], window, segments, ids.shape[0], ids.device
+                )
+        return context

@@ -1,0 +1,119 @@
+"""Sizes of models with training settings that suit them."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import Inkling2TextConfig
+
+from nybble.errors import NybbleError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preset:
+    """One size of the Inkling 2 shape."""
+
+    name: str
+    description: str
+    config: dict[str, Any]
+    """Fields of `Inkling2TextConfig` that differ from its defaults."""
+    sequence: int
+    """Training sequence length, tokens."""
+    batch: int
+    """Sequences a step."""
+    learning_rate: float
+    """Peak of AdamW's schedule."""
+    steps: int
+    """Optimiser steps of a short run that shows learning."""
+
+    @property
+    def vocabulary(self) -> int:
+        """Tokens that the model can be asked to predict."""
+        return int(self.model_config().unpadded_vocab_size)
+
+    def model_config(self, **changes: Any) -> Inkling2TextConfig:
+        """The configuration, with fields changed."""
+        return Inkling2TextConfig(**{**self.config, **changes})
+
+
+def _vocabulary(size: int) -> dict[str, Any]:
+    """A vocabulary without padding rows; the end-of-text token is the first."""
+    return {"vocab_size": size, "unpadded_vocab_size": size, "eos_token_id": 0}
+
+
+_PRESETS = (
+    Preset(
+        name="tiny",
+        description="the demo: a few hundred steps in minutes on two CPU cores",
+        config={
+            **_vocabulary(4096),
+            "hidden_size": 192,
+            "num_hidden_layers": 6,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 32,
+            "swa_num_attention_heads": 4,
+            "swa_num_key_value_heads": 2,
+            "swa_head_dim": 32,
+            "sliding_window_size": 64,
+            "d_rel": 16,
+            "rel_extent": 128,
+            "moe_intermediate_size": 192,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 2,
+            "route_scale": 2.0,
+            "max_position_embeddings": 4096,
+        },
+        sequence=256,
+        batch=4,
+        learning_rate=3e-3,
+        steps=400,
+    ),
+    Preset(
+        name="small",
+        description="about 300 M parameters, 60 M active: one GPU",
+        config={
+            **_vocabulary(32768),
+            "hidden_size": 512,
+            "num_hidden_layers": 12,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "head_dim": 64,
+            "swa_num_attention_heads": 8,
+            "swa_num_key_value_heads": 4,
+            "swa_head_dim": 64,
+            "sliding_window_size": 256,
+            "rel_extent": 1024,
+            "moe_intermediate_size": 448,
+            "n_routed_experts": 32,
+            "num_experts_per_tok": 4,
+            "route_scale": 4.0,
+            "max_position_embeddings": 32768,
+        },
+        sequence=1024,
+        batch=64,
+        learning_rate=1e-3,
+        steps=5000,
+    ),
+    Preset(
+        name="inkling-2-small",
+        description="the real shape, 594 B parameters: planning and checks without memory",
+        config={},
+        sequence=8192,
+        batch=1024,
+        learning_rate=3e-4,
+        steps=100_000,
+    ),
+)
+
+
+def names() -> list[str]:
+    """Names of all presets, smallest first."""
+    return [preset.name for preset in _PRESETS]
+
+
+def get(name: str) -> Preset:
+    """The preset of that name; NybbleError lists the names if there is none."""
+    for preset in _PRESETS:
+        if preset.name == name:
+            return preset
+    raise NybbleError(f"unknown preset {name!r}; the presets are {', '.join(names())}")
