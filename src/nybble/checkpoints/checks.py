@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 from nybble import formats
-from nybble.checkpoints.dialects import Dialect, Stored
-from nybble.checkpoints.safetensors_io import DTYPES, Folder, section
+from nybble.checkpoints.dialects import Reader, Stored
+from nybble.checkpoints.header import DTYPES, section
+from nybble.checkpoints.safetensors_io import Folder
 from nybble.checkpoints.source import FLOATS
 from nybble.errors import CheckpointError
 
@@ -23,7 +24,9 @@ ROW_PARALLEL = ("down_proj", "o_proj", "w2", "wo_ud", "out_proj", "dense")
 """Leaves that tensor parallelism splits along K; others are split along N."""
 FUSED = (("gate_proj", "up_proj"), ("w1", "w3"), ("q_proj", "k_proj", "v_proj"))
 PLAUSIBLE = 1000.0
-"""No weight of a sane model decodes beyond this; the reciprocal of a scale moves the largest one far beyond it."""
+"""No weight of a sane model decodes beyond this; the reciprocal of a scale moves the largest one far beyond
+it.
+"""
 
 
 def structure(folder: Folder, stored: list[Stored]) -> Iterator[Problem]:
@@ -31,7 +34,11 @@ def structure(folder: Folder, stored: list[Stored]) -> Iterator[Problem]:
     for item in stored:
         for name in item.tensors:
             if name not in folder:
-                yield "missing", name, f"{item.module} is {item.kind} and needs it; loaders read garbage in its place"
+                yield (
+                    "missing",
+                    name,
+                    f"{item.module} is {item.kind} and needs it; loaders read garbage in its place",
+                )
             elif folder.entry(name).dtype != item.expected.get(name, folder.entry(name).dtype):
                 yield "dtype", name, f"is {folder.entry(name).dtype}, must be {item.expected[name]}"
         block = formats.get("fp8-128x128" if item.kind == "fp8" else item.kind).block_cols
@@ -81,7 +88,11 @@ def values(folder: Folder, stored: list[Stored], step: Callable[[int], None]) ->
                 continue
             scale = folder.read(name)
             if not bool((torch.isfinite(scale) & (scale > 0)).all()):
-                yield "nan-scale", name, f"holds {scale.flatten()[:4].tolist()}; outer scales are finite and positive"
+                yield (
+                    "nan-scale",
+                    name,
+                    f"holds {scale.flatten()[:4].tolist()}; outer scales are finite and positive",
+                )
         yield from _reciprocal(folder, item)
         step(folder.entry(item.codes).nbytes)
 
@@ -111,7 +122,7 @@ def _reciprocal(folder: Folder, item: Stored) -> Iterator[Problem]:
     largest = formats.get(item.kind).element_max * float(scales.nan_to_num(0).amax() if scales.numel() else 0)
     multiplier = outer if item.convention == "multiplier" else 1 / outer
     if item.convention == "amax":
-        if item.denominator not in folder or item.denominator is None:
+        if item.denominator is None or item.denominator not in folder:
             return
         multiplier = outer / folder.read(item.denominator).flatten().double()
     multiplier = multiplier[torch.isfinite(multiplier) & (multiplier > 0)]
@@ -123,7 +134,7 @@ def _reciprocal(folder: Folder, item: Stored) -> Iterator[Problem]:
             "reciprocal",
             item.outer,
             f"weights would reach {largest * top:.3g}, and {largest / top:.3g} with its reciprocal: "
-            f"the dialect wants the number to {'divide by' if item.convention == 'divisor' else 'multiply with'}",
+            f"the number to {'divide by' if item.convention == 'divisor' else 'multiply with'} belongs here",
         )
 
 
@@ -161,7 +172,9 @@ def tensor_parallel(folder: Folder, stored: list[Stored], tp: int) -> Iterator[P
             yield "tp-split", item.codes, f"N = {rows} does not divide over {tp} ranks"
 
 
-def declared(folder: Folder, stored: list[Stored], dialect: Dialect, hf_quant: dict[str, Any]) -> Iterator[Problem]:
+def declared(
+    folder: Folder, stored: list[Stored], dialect: Reader, hf_quant: dict[str, Any]
+) -> Iterator[Problem]:
     """ignore-list, config: what the configs say is quantised is what the tensors say."""
     quantization = section(folder.config, "quantization_config")
     modules = {item.module for item in stored}

@@ -15,8 +15,9 @@ from tqdm import tqdm
 from nybble.checkpoints import plan
 from nybble.checkpoints import sidecar as kept_codes
 from nybble.checkpoints.dialects import Dialect, Written
+from nybble.checkpoints.header import NAMES
 from nybble.checkpoints.packed import STORED, Packed, encode, stack
-from nybble.checkpoints.safetensors_io import NAMES, Folder
+from nybble.checkpoints.safetensors_io import Folder
 from nybble.checkpoints.scratch import Scratch, each_in_threads
 from nybble.checkpoints.sidecar import Sidecar
 from nybble.checkpoints.source import FLOATS, Bank, Linear, Unit
@@ -40,7 +41,6 @@ class Job:
     units: list[Unit]
     formats: plan.Formats
     dialect: Dialect
-    activations: bool
     rest: str
     """"bf16" or "keep"."""
     max_shard_bytes: int
@@ -115,10 +115,10 @@ def _owned(job: Job, unit: Unit) -> bool:
 def _specs(job: Job, unit: Unit) -> list[Spec]:
     kind = STORED[job.formats[unit.module]] if unit.module in job.formats else "bf16"
     if isinstance(unit, Bank):
-        specs = job.dialect.bank_specs(unit, kind, job.activations)
+        specs = job.dialect.bank_specs(unit, kind)
         dtype = _plain_dtype(job, unit.tensors[0])
         return [Spec(s.name, dtype, s.shape) if kind == "bf16" else s for s in specs]
-    return job.dialect.matrix_specs(unit.module, unit.rows, unit.cols, kind, job.activations)
+    return job.dialect.matrix_specs(unit.module, unit.rows, unit.cols, kind)
 
 
 def _plain_dtype(job: Job, name: str) -> str:
@@ -138,7 +138,7 @@ def _write_bank(job: Job, bank: Bank, experts: range, writer: Writer, scratch: S
     nbytes = first.nbytes + down.nbytes
     if format is None:
         dtype = torch.bfloat16 if job.rest == "bf16" else first.dtype
-        pieces = job.dialect.bank_tensors(bank, experts.start, first.to(dtype), down.to(dtype), job.activations)
+        pieces = job.dialect.bank_tensors(bank, experts.start, first.to(dtype), down.to(dtype))
     else:
         into = _encode(first, format, bank.module, scratch)
         out = _encode(down, format, bank.module, scratch)
@@ -147,7 +147,7 @@ def _write_bank(job: Job, bank: Bank, experts: range, writer: Writer, scratch: S
         if job.observe is not None:
             job.observe(bank.module, first, into)
             job.observe(bank.module, down, out)
-        pieces = job.dialect.bank_tensors(bank, experts.start, into, out, job.activations)
+        pieces = job.dialect.bank_tensors(bank, experts.start, into, out)
     for name, tensor, row in pieces:
         writer.put(name, tensor, row)
     return _Done(nbytes, reused)
@@ -190,7 +190,7 @@ def _write_linears(job: Job, group: list[Linear], writer: Writer, scratch: Scrat
             reused += packed is not fresh
         if job.observe is not None:
             job.observe(linear.module, weight, packed)
-        for name, tensor, row in job.dialect.matrix_tensors(linear.module, packed, job.activations):
+        for name, tensor, row in job.dialect.matrix_tensors(linear.module, packed):
             writer.put(name, tensor, row)
     return _Done(sum(weight.nbytes for weight in weights), reused)
 
@@ -217,4 +217,4 @@ def _configs(job: Job) -> dict[str, dict[str, Any]]:
     if job.rest == "bf16":
         config["dtype"] = "bfloat16"
         config.pop("torch_dtype", None)
-    return job.dialect.configs(config, written, plain, job.activations)
+    return job.dialect.configs(config, written, plain)

@@ -1,7 +1,8 @@
-"""`nybble export`: the four-bit weights that the forward pass used, to the bit, as a folder that serving programs load.
+"""`nybble export`: the four-bit weights that the forward pass used, to the bit, as a folder that serving
+programs load.
 
-The master weights are quantised by the same op as in the forward pass, so that codes and scales are the trainer's. One chunk
-of experts is in memory at a time.
+The master weights are quantised by the same op as in the forward pass, so that codes and scales are the
+trainer's. One chunk of experts is in memory at a time.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class ExportConfig:
     format: str = "compressed-tensors"
     """Dialect: compressed-tensors, modelopt or inkling2."""
     scheme: Literal["w4a16", "w4a4"] = "w4a16"
-    """w4a16 quantises weights only; w4a4 tells the server to quantise activations too, without calibration."""
+    """w4a16 quantises weights only; w4a4 has the server quantise activations too, without calibration."""
     recipe: str | None = None
     """The recipe of training: name or TOML file. Default: the recipe.toml beside the weights."""
     linears: Literal["bf16", "recipe"] = "bf16"
@@ -93,7 +94,8 @@ class ExportReport:
         what = ", ".join(f"{count} modules in {name}" for name, count in counts.items())
         kept = f", {self.reused} matrices with their imported codes" if self.reused else ""
         return (
-            f"{self.out}: {what}{kept}; {self.bytes_written / 1e9:.3f} GB from {self.bytes_read / 1e9:.3f} GB "
+            f"{self.out}: {what}{kept}; {self.bytes_written / 1e9:.3f} GB from "
+            f"{self.bytes_read / 1e9:.3f} GB "
             f"({self.bytes_written / max(self.bytes_read, 1):.0%})"
         )
 
@@ -102,7 +104,8 @@ def export(config: ExportConfig) -> ExportReport:
     """Write the four-bit checkpoint.
 
     Raises:
-        CheckpointError: nothing to export, an unknown recipe or dialect, a width that no block divides, a bad file, a full
+        CheckpointError: nothing to export, an unknown recipe or dialect, a width that no block divides, a bad
+            file, a full
             disk. `config.out` is then untouched.
     """
     path = model_folder(config.checkpoint)
@@ -121,14 +124,13 @@ def export(config: ExportConfig) -> ExportReport:
     if not formats:
         name = "its imported codes" if recipe is None else f"the recipe {recipe.name}"
         raise CheckpointError(f"{path}: {name} quantises no weight of this model; there is nothing to export")
-    dialect = dialect_of(config.format)
+    dialect = dialect_of(config.format, config.scheme)
     plan.check(units, formats, dialect)
     job = Job(
         folder=folder,
         units=units,
         formats=formats,
         dialect=dialect,
-        activations=config.scheme == "w4a4",
         rest=config.rest,
         max_shard_bytes=int(config.max_shard_gb * 1e9),
         sidecar=sidecar,
@@ -151,11 +153,11 @@ def write_folder(job: Job, out: Path, overwrite: bool) -> ExportReport:
     )
 
 
-def dialect_of(name: str) -> Dialect:
+def dialect_of(name: str, scheme: str = "w4a16") -> Dialect:
     """Raises CheckpointError for a dialect that cannot be written."""
     if name not in WRITABLE:
         raise CheckpointError(f"unknown dialect {name!r}; choose {', '.join(WRITABLE)}")
-    return WRITABLE[name]
+    return WRITABLE[name](activations=scheme == "w4a4")
 
 
 def model_folder(path: Path) -> Path:

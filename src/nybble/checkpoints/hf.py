@@ -1,9 +1,10 @@
-"""Teach transformers to load every dialect with the right values: `register()`, then `from_pretrained` as usual.
+"""Teach transformers to load every dialect with the right values: `register()`, then `from_pretrained` as
+usual.
 
-transformers 5.24 by itself loads compressed-tensors linears, but not experts: it decodes NVFP4 experts without their
-`weight_global_scale` and says nothing (transformers#48371), stops at MXFP8 experts, knows no quant_method "modelopt", and
-reads Inkling 2's own four-bit tensors for the looped variant only. Weights are decoded to the type of the model while
-they load; this is for evaluation and further training, not for speed.
+transformers 5.24 by itself loads compressed-tensors linears, but not experts: it decodes NVFP4 experts
+without their `weight_global_scale` and says nothing (transformers#48371), stops at MXFP8 experts, knows no
+quant_method "modelopt", and reads Inkling 2's own four-bit tensors for the looped variant only. Weights are
+decoded to the type of the model while they load; this is for evaluation and further training, not for speed.
 """
 
 from __future__ import annotations
@@ -122,7 +123,9 @@ class _Decode(ConversionOps):
         dtype = kwargs["model"].get_parameter(full_layer_name).dtype
         out: dict[str, Any] = {}
         for key, value in input_dict.items():
-            base, _, leaf = key.rpartition("weight_packed") if "weight_packed" in key else key.rpartition("weight")
+            base, _, leaf = (
+                key.rpartition("weight_packed") if "weight_packed" in key else key.rpartition("weight")
+            )
             if leaf or key.endswith(_COMPANIONS):
                 continue
             values = value if isinstance(value, list) else [value]
@@ -149,7 +152,7 @@ def _list(value: Any) -> list[Tensor]:
 
 def _decode(codes: Tensor, parts: dict[str, Tensor]) -> Tensor:
     scale = parts.get("weight_scale")
-    if scale is None or codes.is_floating_point() and codes.itemsize > 1:
+    if scale is None or (codes.is_floating_point() and codes.itemsize > 1):
         return codes
     if codes.dtype == torch.float8_e4m3fn:
         kind = "mxfp8"

@@ -1,8 +1,9 @@
-"""One quantised matrix (or a stack of them, one an expert) as bytes, between the trainer's formats and the dialects.
+"""One quantised matrix (or a stack of them, one an expert) as bytes, between the trainer's formats and the
+dialects.
 
-Dialects agree on codes and block scales and differ in the outer scale: some store the number to divide by (S_enc), others
-the number to multiply with (S_dec). The trainer multiplies with S_dec = 1/S_enc, rounded once to FP32. Both numbers are
-kept here, so that each dialect stores the one it wants without rounding it again.
+Dialects agree on codes and block scales and differ in the outer scale: some store the number to divide by
+(S_enc), others the number to multiply with (S_dec). The trainer multiplies with S_dec = 1/S_enc, rounded once
+to FP32. Both numbers are kept here, so that each dialect stores the one it wants without rounding it again.
 """
 
 from __future__ import annotations
@@ -18,15 +19,17 @@ from nybble.errors import CheckpointError
 from nybble.formats.fp32 import divide
 from nybble.formats.qtensor import quantize
 
-STORED = {"nvfp4": "nvfp4", "mxfp4": "mxfp4", "mxfp8": "mxfp8"}
-"""What a format of the trainer is on disk: square tiles, Four Over Six and rounding rules leave no trace in the layout."""
-for _name in formats.names():
-    STORED.update({_name: kind for kind in ("nvfp4", "mxfp4", "mxfp8") if _name.startswith(kind)})
+STORED = {
+    name: kind for kind in ("nvfp4", "mxfp4", "mxfp8") for name in formats.names() if name.startswith(kind)
+}
+"""What a format of the trainer is on disk: tiles, Four Over Six and rounding rules leave no trace there."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Packed:
-    """Codes [..., N, K] (two a byte for 4-bit formats), scale bytes [..., N, ceil(K/block)], outer scales [...] or None."""
+    """Codes [..., N, K] (two a byte for 4-bit formats), scale bytes [..., N, ceil(K/block)], outer scales
+    [...] or None.
+    """
 
     kind: str
     """"nvfp4", "mxfp4" or "mxfp8": E2M1 with E4M3 scales, E2M1 with E8M0 scales, E4M3 with E8M0 scales."""
@@ -91,7 +94,8 @@ def _scalar(value: Tensor | None) -> Tensor:
 
 
 def encode(weight: Tensor, format: str) -> Packed:
-    """Quantise a weight [N, K] or a stack [E, N, K] along K exactly as the forward pass does: nearest, one outer a matrix.
+    """Quantise a weight [N, K] or a stack [E, N, K] along K exactly as the forward pass does: nearest, one
+    outer a matrix.
 
     Raises:
         CheckpointError: the format has no place in a checkpoint, or the weight holds NaN or infinity.
@@ -120,7 +124,9 @@ def encode(weight: Tensor, format: str) -> Packed:
 
 
 def reciprocal(scale: Tensor) -> Tensor:
-    """The FP32 number next to 1/scale whose own reciprocal is `scale`, where there is one; else 1/scale rounded."""
+    """The FP32 number next to 1/scale whose own reciprocal is `scale`, where there is one; else 1/scale
+    rounded.
+    """
     near = divide(1.0, scale)
     best = near
     for neighbour in (torch.full_like(near, float("inf")), torch.zeros_like(near)):

@@ -1,4 +1,6 @@
-"""Which matrix of a folder is written in which format: from the recipe that trained it, from imported codes, or uniform."""
+"""Which matrix of a folder is written in which format: from the recipe that trained it, from imported codes,
+or uniform.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,8 @@ def from_recipe(recipe: Recipe, units: list[Unit], linears: bool) -> dict[str, s
     """What the recipe's forward pass used for each weight.
 
     Raises:
-        CheckpointError: a weight was rounded stochastically, or all experts shared one outer scale: neither can be
+        CheckpointError: a weight was rounded stochastically, or all experts shared one outer scale: neither
+            can be
             written bit for bit.
     """
     total = count_layers([unit.module for unit in units])
@@ -45,12 +48,13 @@ def from_recipe(recipe: Recipe, units: list[Unit], linears: bool) -> dict[str, s
             continue
         if weight.rounding != "nearest":
             raise CheckpointError(
-                f"{name}: the recipe {recipe.name} rounds this weight stochastically in the forward pass, so there is no "
-                'one set of codes to export; set its rounding to "nearest"'
+                f"{name}: the recipe {recipe.name} rounds this weight stochastically in the forward pass, so "
+                'there is no one set of codes to export; set its rounding to "nearest"'
             )
         if kind == "experts" and formats.get(weight.format).two_level and weight.outer != "matrix":
             raise CheckpointError(
-                f'{name}: the recipe {recipe.name} has one outer scale over all experts; serving needs outer = "matrix"'
+                f"{name}: the recipe {recipe.name} has one outer scale over all experts; serving needs "
+                'outer = "matrix"'
             )
         chosen[unit.module] = weight.format
     return chosen
@@ -81,7 +85,9 @@ def protected(unit: Unit, allow: tuple[str, ...] = ()) -> bool:
 
 
 def groups(units: list[Unit], chosen: Formats, fuse: bool) -> list[list[Unit]]:
-    """Units in order; with `fuse`, linears that will run as one GEMM together, so that they share an outer scale."""
+    """Units in order; with `fuse`, linears that will run as one GEMM together, so that they share an outer
+    scale.
+    """
     grouped: list[list[Unit]] = []
     open_groups: dict[tuple[str, int], list[Unit]] = {}
     for unit in units:
@@ -105,13 +111,16 @@ def check(units: list[Unit], chosen: Formats, dialect: Dialect) -> None:
         format = chosen[unit.module]
         if STORED.get(format) not in dialect.kinds:
             raise CheckpointError(
-                f"{unit.module}: the {dialect.name} dialect cannot hold {format}; it holds {', '.join(dialect.kinds)}"
+                f"{unit.module}: the {dialect.name} dialect cannot hold {format}; it holds "
+                f"{', '.join(dialect.kinds)}"
             )
         block = formats.get(STORED[format]).block_cols
         assert block is not None
         for cols in (unit.hidden, unit.width) if isinstance(unit, Bank) else (unit.cols,):
             if cols % block:
                 raise CheckpointError(
-                    f"{unit.module}: {cols} input features are not a multiple of {block}, the block of {format}; no "
-                    "serving program reads a part of a block, so train with another width or keep this layer in bf16"
+                    f"{unit.module}: {cols} input features are no multiple of {block}, the block of "
+                    f"{format}; "
+                    "no serving program reads a part of a block, so train with another width or keep this "
+                    "layer in bf16"
                 )

@@ -1,4 +1,6 @@
-"""`nybble quantize`: the same writers for a model that was trained in high precision, with the error of each layer."""
+"""`nybble quantize`: the same writers for a model that was trained in high precision, with the error of each
+layer.
+"""
 
 from __future__ import annotations
 
@@ -32,11 +34,15 @@ class QuantizeConfig:
     weights: str = "nvfp4"
     """Format of the weights: nvfp4, nvfp4-4over6, mxfp4 or mxfp8."""
     scheme: Literal["w4a16", "w4a4"] = "w4a16"
-    """w4a16 quantises weights only; w4a4 tells the server to quantise activations too, without calibration."""
+    """w4a16 quantises weights only; w4a4 has the server quantise activations too, without calibration."""
     scope: Literal["auto", "experts", "all"] = "auto"
-    """experts quantises routed experts, all every linear but heads and routers; auto is experts where there are any."""
+    """experts quantises routed experts, all every linear but heads and routers; auto is experts where there
+    are any.
+    """
     last_mxfp8: str = "0"
-    """Fraction of the layers, from the last back, whose weights are MXFP8: 1/6 is the split of the inkling recipe."""
+    """Fraction of the layers, from the last back, whose weights are MXFP8: 1/6 is the split of the inkling
+    recipe.
+    """
     max_shard_gb: float = 5.0
     """Largest file, in 10^9 bytes."""
     overwrite: bool = False
@@ -68,7 +74,8 @@ def quantize_model(config: QuantizeConfig) -> QuantizeReport:
     """Quantise a folder's weights and write them in a dialect.
 
     Raises:
-        CheckpointError: nothing to quantise, an unknown format or dialect, a width that no block divides, a bad file.
+        CheckpointError: nothing to quantise, an unknown format or dialect, a width that no block divides, a
+            bad file.
     """
     path = model_folder(config.model)
     folder = Folder.open(path)
@@ -79,7 +86,7 @@ def quantize_model(config: QuantizeConfig) -> QuantizeReport:
         raise CheckpointError(f"last_mxfp8 is {config.last_mxfp8!r}; write a fraction such as 1/6") from None
     if not formats:
         raise CheckpointError(f"{path}: has no weights in the scope {config.scope!r}; try --scope all")
-    dialect = dialect_of(config.format)
+    dialect = dialect_of(config.format, config.scheme)
     plan.check(units, formats, dialect)
     squares: dict[str, list[float]] = {}
     lock = threading.Lock()
@@ -98,7 +105,6 @@ def quantize_model(config: QuantizeConfig) -> QuantizeReport:
         units=units,
         formats=formats,
         dialect=dialect,
-        activations=config.scheme == "w4a4",
         rest="bf16",
         max_shard_bytes=int(config.max_shard_gb * 1e9),
         fuse=True,
@@ -106,5 +112,7 @@ def quantize_model(config: QuantizeConfig) -> QuantizeReport:
         observe=observe,
     )
     written = write_folder(job, config.out, config.overwrite)
-    errors = {module: squares[module][0] / (squares[module][1] or 1.0) for module in formats if module in squares}
+    errors = {
+        module: squares[module][0] / (squares[module][1] or 1.0) for module in formats if module in squares
+    }
     return QuantizeReport(written=written, errors=errors)

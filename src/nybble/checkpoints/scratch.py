@@ -1,7 +1,8 @@
 """Threads that each take chunks from disk to disk, and memory that they use again.
 
-Fresh memory costs more than the arithmetic on it: the kernel clears every page at its first touch. So a thread keeps its
-buffers from chunk to chunk. Torch runs single-threaded inside, as the threads share the cores already.
+Fresh memory costs more than the arithmetic on it: the kernel clears every page at its first touch. So a
+thread keeps its buffers from chunk to chunk. Torch runs single-threaded inside, as the threads share the
+cores already.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ T = TypeVar("T")
 
 
 class Scratch:
-    """Buffers of one thread. A tensor that it hands out is valid until it is asked for one of the same name."""
+    """Buffers of one thread. A tensor that it hands out is valid until the next one of the same name."""
 
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
@@ -52,11 +53,12 @@ def each_in_threads(tasks: list[Callable[[Scratch], T]]) -> Iterator[T]:
         torch.set_num_threads(1)
         local.scratch = Scratch()
 
+    def run(task: Callable[[Scratch], T]) -> T:
+        return task(local.scratch)
+
     pool = ThreadPoolExecutor(threads, "nybble-export", start)
     try:
-        waiting: deque[Future[T]] = deque()
-        for task in tasks:
-            waiting.append(pool.submit(lambda task=task: task(local.scratch)))
+        waiting: deque[Future[T]] = deque(pool.submit(run, task) for task in tasks)
         while waiting:
             yield waiting.popleft().result()
     finally:

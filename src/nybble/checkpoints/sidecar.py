@@ -1,9 +1,11 @@
-"""Codes that an import found, kept beside the high-precision weights so that an export can give them back unchanged.
+"""Codes that an import found, kept beside the high-precision weights so that an export can give them back
+unchanged.
 
-Rounding the decoded weights again is not enough: where a block scale is subnormal in E4M3, where another program chose
-scales by another rule, or where an outer scale was calibrated with head room, a second rounding gives other codes. So
-codes, scales and both outer numbers are stored in a subfolder, and an export uses them for every matrix whose weights still
-decode from them to the bit. Weights that training moved are quantised afresh.
+Rounding the decoded weights again is not enough: where a block scale is subnormal in E4M3, where another
+program chose scales by another rule, or where an outer scale was calibrated with head room, a second rounding
+gives other codes. So codes, scales and both outer numbers are stored in a subfolder, and an export uses them
+for every matrix whose weights still decode from them to the bit. Weights that training moved are quantised
+afresh.
 """
 
 from __future__ import annotations
@@ -86,7 +88,9 @@ class Sidecar:
         )
 
     def expert(self, bank: Bank, expert: int, kind: str) -> tuple[Packed, Packed] | None:
-        """Projections into (gate above up) and out of one expert; None unless all are here and share an outer scale."""
+        """Projections into (gate above up) and out of one expert; None unless all are here and share an outer
+        scale.
+        """
         parts = [self.load(f"{bank.module}.{expert}.{part}", kind) for part in (*bank.inputs, bank.names[-1])]
         if any(part is None for part in parts):
             return None

@@ -1,4 +1,5 @@
-"""The weights of a Hugging Face folder in high precision, seen as plain tensors, linears and banks of experts.
+"""The weights of a Hugging Face folder in high precision, seen as plain tensors, linears and banks of
+experts.
 
 Three layouts of experts occur and are read alike, gate rows above up rows:
 
@@ -6,7 +7,8 @@ Three layouts of experts occur and are read alike, gate rows above up rows:
     interleaved  P.w13_weight [E, 2I, H] gate and up rows in turn, P.w2_weight [E, H, I]      Inkling's files
     separate     P.0.gate_proj.weight [I, H], P.0.up_proj.weight, P.0.down_proj.weight [H, I]  most hub files
 
-Without a gate there is `up_proj` alone. T, E, H, I as in the plan of the house: tokens, experts, hidden, expert width.
+Without a gate there is `up_proj` alone. T, E, H, I as in the plan of the house: tokens, experts, hidden,
+expert width.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from nybble.checkpoints.safetensors_io import DTYPES, Folder
+from nybble.checkpoints.header import DTYPES
+from nybble.checkpoints.safetensors_io import Folder
 from nybble.checkpoints.scratch import Scratch
 from nybble.errors import CheckpointError
 
@@ -178,7 +181,8 @@ def _separate_bank(folder: Folder, module: str, members: dict[tuple[int, str], s
         entry = folder.entry(name)
         if entry.shape != want or entry.dtype != down.dtype or entry.dtype not in FLOATS:
             raise CheckpointError(
-                f"{folder.path}: {name!r} is {entry.dtype} {list(entry.shape)}; its siblings want {down.dtype} {list(want)}"
+                f"{folder.path}: {name!r} is {entry.dtype} {list(entry.shape)}; its siblings want "
+                f"{down.dtype} {list(want)}"
             )
     return bank
 

@@ -1,4 +1,6 @@
-"""`nybble validate`: what is wrong with a four-bit checkpoint, tensor by tensor, before a server answers nonsense."""
+"""`nybble validate`: what is wrong with a four-bit checkpoint, tensor by tensor, before a server answers
+nonsense.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +15,12 @@ from tqdm import tqdm
 
 from nybble.checkpoints import checks
 from nybble.checkpoints.checks import Problem
-from nybble.checkpoints.dialects import Dialect, Stored, detect
+from nybble.checkpoints.dialects import Stored, detect
 from nybble.checkpoints.dialects.inkling2 import interleave
 from nybble.checkpoints.export import model_folder
+from nybble.checkpoints.header import read_json
 from nybble.checkpoints.packed import STORED, Packed, encode
-from nybble.checkpoints.safetensors_io import Folder, read_json
+from nybble.checkpoints.safetensors_io import Folder
 from nybble.checkpoints.source import Bank, Unit, find_units
 from nybble.errors import CheckpointError
 
@@ -31,7 +34,9 @@ class ValidateConfig:
     tp: int = 1
     """Ranks of tensor parallelism that will serve it."""
     against: Path | None = None
-    """The checkpoint it was exported from: weights are then compared bit by bit, which also shows swapped nibbles."""
+    """The checkpoint it was exported from: weights are then compared bit by bit, which also shows swapped
+    nibbles.
+    """
     progress: bool = True
     """Show a progress bar."""
 
@@ -57,7 +62,11 @@ class Report:
     def text(self) -> str:
         """One line a problem, and what was checked."""
         lines = [f"{check}: {name}: {sentence}" for check, name, sentence in self.problems]
-        against = "weights and nibble order compared" if self.compared else "nibble order not checked: pass --against"
+        against = (
+            "weights and nibble order compared"
+            if self.compared
+            else "nibble order not checked: pass --against"
+        )
         verdict = f"{len(self.problems)} problems" if self.problems else "sound"
         lines.append(f"{self.path}: {self.dialect}, {self.matrices} quantised matrices, {against}: {verdict}")
         return "\n".join(lines)
@@ -108,9 +117,7 @@ def _report(
     folder: Folder, dialect: str, stored: list[Stored], problems: list[Problem], compared: bool
 ) -> Report:
     unique = list(dict.fromkeys(problems))
-    return Report(
-        path=folder.path, dialect=dialect, matrices=len(stored), problems=unique, compared=compared
-    )
+    return Report(path=folder.path, dialect=dialect, matrices=len(stored), problems=unique, compared=compared)
 
 
 def _compare(folder: Folder, stored: list[Stored], against: Path) -> Iterator[Problem]:
@@ -165,7 +172,11 @@ def _same(folder: Folder, item: Stored, module: str, rows: slice | None, weight:
         divisor=found.divisor,
     )
     if item.kind != "mxfp8" and any(torch.equal(swapped.codes, c.codes) for c in candidates):
-        yield "nibble-order", item.codes, "equals the source with the nibbles of each byte swapped; element 2i is the low one"
+        yield (
+            "nibble-order",
+            item.codes,
+            "equals the source with the nibbles of each byte swapped; element 2i is the low one",
+        )
         return
     best = min(candidates, key=lambda c: int((c.codes != found.codes).sum()))
     wrong = int((best.codes != found.codes).sum())
@@ -177,6 +188,3 @@ def _equal(a: Packed, b: Packed) -> bool:
     if not torch.equal(a.codes, b.codes) or not torch.equal(a.scales, b.scales):
         return False
     return a.multiplier is None or (b.multiplier is not None and torch.equal(a.multiplier, b.multiplier))
-
-
-__all__ = ["Dialect", "Report", "ValidateConfig", "validate"]

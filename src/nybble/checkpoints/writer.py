@@ -1,8 +1,8 @@
 """Writing sharded safetensors in one pass.
 
-The names, types and shapes of an export are known before its data, so headers are written first and every piece goes
-straight to its place: memory holds the piece in hand, whatever the size of a shard. A folder appears under its name
-only when it is whole.
+The names, types and shapes of an export are known before its data, so headers are written first and every
+piece goes straight to its place: memory holds the piece in hand, whatever the size of a shard. A folder
+appears under its name only when it is whole.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from typing import Any
 
 import torch
 
-from nybble.checkpoints.safetensors_io import DTYPES, INDEX_NAME, NAMES
+from nybble.checkpoints.header import DTYPES, NAMES
+from nybble.checkpoints.safetensors_io import INDEX_NAME
 from nybble.errors import CheckpointError
 
 
@@ -40,7 +41,8 @@ class Spec:
 
 @contextmanager
 def whole_folder(out: Path | str, overwrite: bool = False) -> Iterator[Path]:
-    """A temporary folder beside `out` that takes its name when the block ends, and vanishes when the block raises.
+    """A temporary folder beside `out` that takes its name when the block ends, and vanishes when the block
+    raises.
 
     Raises:
         CheckpointError: `out` exists and `overwrite` is false, or the disk refuses (full, read-only).
@@ -94,7 +96,8 @@ class Writer:
     def _header(self, index: int, shard: list[Spec]) -> None:
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         at = 0
-        # wide types first: every tensor then starts on a multiple of its own size, as readers that map files want
+        # wide types first: every tensor then starts on a multiple of its own size, as readers that map files
+        # want
         for spec in sorted(shard, key=lambda spec: -DTYPES[spec.dtype].itemsize):
             header[spec.name] = {
                 "dtype": spec.dtype,
@@ -111,7 +114,9 @@ class Writer:
             self._place[spec.name] = (index, base + self._place[spec.name][1])
 
     def put(self, name: str, tensor: torch.Tensor, row: int = 0) -> None:
-        """Write `tensor` as the rows of `name` from `row` on (the whole of it when it has its shape), from any thread."""
+        """Write `tensor` as the rows of `name` from `row` on (the whole of it when it has its shape), from
+        any thread.
+        """
         spec = self.specs[name]
         if NAMES.get(tensor.dtype) != spec.dtype or tuple(tensor.shape[1:]) != spec.shape[1:]:
             raise CheckpointError(
@@ -129,7 +134,9 @@ class Writer:
             _write(self._files[index], data, start + row * row_bytes)
 
     def close(self) -> int:
-        """Check that every byte came, write the index when there are several shards, and return the bytes written."""
+        """Check that every byte came, write the index when there are several shards, and return the bytes
+        written.
+        """
         lacking = [name for name, nbytes in self._missing.items() if nbytes]
         if lacking:
             raise CheckpointError(f"{self.folder}: {lacking[0]} was never written")

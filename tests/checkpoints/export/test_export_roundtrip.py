@@ -1,11 +1,13 @@
-"""Import gives back what was exported: weights to the bit, and codes byte for byte when the model is exported again."""
+"""Import gives back what was exported: weights to the bit, and codes byte for byte when the model is exported
+again.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import E, H, I, read_all, relayout, same_bytes, save, weights
+from small_folders import WIDTH, E, H, read_all, relayout, same_bytes, save, weights
 
 import nybble
 from nybble.checkpoints.dialects import WRITABLE
@@ -30,7 +32,9 @@ def test_codes_survive_import_and_export_into_every_dialect(
     make: Callable, tmp_path: Path, model_type: str, first: str
 ) -> None:
     source = make("interleaved" if model_type == "inkling2_text" else "separate", model_type)
-    original = {format: read_all(write(source, tmp_path / format, format, recipe="inkling")) for format in WRITABLE}
+    original = {
+        format: read_all(write(source, tmp_path / format, format, recipe="inkling")) for format in WRITABLE
+    }
     imported = read(tmp_path / first, tmp_path / "imported")
     for format in WRITABLE:
         again = read_all(write(imported, tmp_path / f"again-{format}", format))
@@ -45,7 +49,9 @@ def test_codes_survive_import_and_export_into_every_dialect(
 
 @pytest.mark.parametrize("format", list(WRITABLE))
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "inkling2_text"])
-def test_imported_weights_are_the_trainers(make: Callable, tmp_path: Path, format: str, model_type: str) -> None:
+def test_imported_weights_are_the_trainers(
+    make: Callable, tmp_path: Path, format: str, model_type: str
+) -> None:
     source = make("interleaved" if model_type == "inkling2_text" else "separate", model_type)
     got = read_all(read(write(source, tmp_path / "x", format, recipe="inkling", rest="keep"), tmp_path / "y"))
     expected = {}
@@ -77,7 +83,7 @@ def test_trained_weights_are_quantised_afresh_and_untouched_ones_keep_their_code
     imported = read(first, tmp_path / "b")
     tensors = read_all(imported)
     name = "model.layers.1.mlp.experts.2.down_proj.weight"
-    moved = tensors[name] + 0.01 * torch.randn(H, I)
+    moved = tensors[name] + 0.01 * torch.randn(H, WIDTH)
     folder = Folder.open(imported)
     folder.path.joinpath("model.safetensors").unlink()
     save(imported, {**tensors, name: moved}, folder.config)
@@ -129,10 +135,16 @@ def test_gpt_oss_mxfp4_decodes_as_transformers_does(tmp_path: Path) -> None:
     g = torch.Generator().manual_seed(0)
     tensors, bank = {}, "model.layers.0.mlp.experts"
     for leaf, rows in (("gate_up_proj", 40), ("down_proj", 64)):
-        tensors[f"{bank}.{leaf}_blocks"] = torch.randint(0, 256, (E, rows, 2, 16), generator=g, dtype=torch.uint8)
-        tensors[f"{bank}.{leaf}_scales"] = torch.randint(100, 130, (E, rows, 2), generator=g, dtype=torch.uint8)
+        tensors[f"{bank}.{leaf}_blocks"] = torch.randint(
+            0, 256, (E, rows, 2, 16), generator=g, dtype=torch.uint8
+        )
+        tensors[f"{bank}.{leaf}_scales"] = torch.randint(
+            100, 130, (E, rows, 2), generator=g, dtype=torch.uint8
+        )
         tensors[f"{bank}.{leaf}_bias"] = torch.randn(E, rows, generator=g).bfloat16()
-    folder = save(tmp_path / "oss", tensors, {"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}})
+    folder = save(
+        tmp_path / "oss", tensors, {"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}}
+    )
     got = read_all(read(folder, tmp_path / "out"))
     for leaf in ("gate_up_proj", "down_proj"):
         expected = convert_moe_packed_tensors(
@@ -147,8 +159,14 @@ def test_gpt_oss_mxfp4_decodes_as_transformers_does(tmp_path: Path) -> None:
 def test_fp8_folders_are_decoded(tmp_path: Path, mx: bool) -> None:
     weight = torch.randn(130, 288)
     q = nybble.quantize(weight, "mxfp8" if mx else "fp8-128x128")
-    tensors = {"a.weight": q.codes.view(torch.float8_e4m3fn), "a.weight_scale_inv": q.scales, "b": torch.ones(3)}
-    folder = save(tmp_path / "in", tensors, {"quantization_config": {"quant_method": "mxfp8" if mx else "fp8"}})
+    tensors = {
+        "a.weight": q.codes.view(torch.float8_e4m3fn),
+        "a.weight_scale_inv": q.scales,
+        "b": torch.ones(3),
+    }
+    folder = save(
+        tmp_path / "in", tensors, {"quantization_config": {"quant_method": "mxfp8" if mx else "fp8"}}
+    )
     got = read_all(read(folder, tmp_path / "out"))
     assert torch.equal(got["a.weight"], q.dequantize())
     assert set(got) == {"a.weight", "b"}

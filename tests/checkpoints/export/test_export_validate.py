@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import read_all, save
+from small_folders import read_all, save
 
 from nybble.checkpoints.dialects import WRITABLE
 from nybble.checkpoints.export import ExportConfig, export
@@ -30,7 +30,11 @@ def broken(make: Callable, tmp_path: Path) -> Callable[..., Report]:
 
     def broken(format: str, change: Callable[[dict, dict], None], **options) -> Report:
         source = make(layers=2)
-        export(ExportConfig(checkpoint=source, out=tmp_path / "good", format=format, recipe="inkling", progress=False))
+        export(
+            ExportConfig(
+                checkpoint=source, out=tmp_path / "good", format=format, recipe="inkling", progress=False
+            )
+        )
         tensors, config = read_all(tmp_path / "good"), Folder.open(tmp_path / "good").config
         change(tensors, config)
         bad = save(tmp_path / "bad", {n: t.contiguous() for n, t in tensors.items()}, config)
@@ -43,11 +47,18 @@ def broken(make: Callable, tmp_path: Path) -> Callable[..., Report]:
 
 @pytest.mark.parametrize("scheme", ["w4a16", "w4a4"])
 @pytest.mark.parametrize("format", list(WRITABLE))
-def test_exports_are_sound_and_equal_to_their_source(make: Callable, tmp_path: Path, format: str, scheme: str) -> None:
+def test_exports_are_sound_and_equal_to_their_source(
+    make: Callable, tmp_path: Path, format: str, scheme: str
+) -> None:
     source = make()
     export(
         ExportConfig(
-            checkpoint=source, out=tmp_path / "out", format=format, recipe="inkling", scheme=scheme, progress=False
+            checkpoint=source,
+            out=tmp_path / "out",
+            format=format,
+            recipe="inkling",
+            scheme=scheme,
+            progress=False,
         )
     )
     report = check(tmp_path / "out", against=source, tp=1)
@@ -62,7 +73,12 @@ def test_quantised_models_are_sound_with_fused_scales_shared(
     make: Callable, tmp_path: Path, format: str, weights: str
 ) -> None:
     config = QuantizeConfig(
-        model=make(layers=2), out=tmp_path / "out", format=format, weights=weights, scope="all", progress=False
+        model=make(layers=2),
+        out=tmp_path / "out",
+        format=format,
+        weights=weights,
+        scope="all",
+        progress=False,
     )
     quantize_model(config)
     assert check(tmp_path / "out").problems == []
@@ -70,6 +86,10 @@ def test_quantised_models_are_sound_with_fused_scales_shared(
         got = read_all(tmp_path / "out")
         scales = [got[f"model.layers.0.self_attn.{p}_proj.weight_global_scale"] for p in "qk"]
         assert torch.equal(*scales)
+
+
+def nothing(_tensors: dict, _config: dict) -> None:
+    pass
 
 
 def invert(name: str) -> Callable[[dict, dict], None]:
@@ -124,13 +144,13 @@ FAULTS = [
     (CT, edit(f"{UP}.weight_scale", lambda t: t.view(torch.uint8)), "dtype", f"{UP}.weight_scale"),
     (CT, edit(f"{UP}.weight_global_scale", lambda t: t.bfloat16()), "dtype", f"{UP}.weight_global_scale"),
     (CT, edit(f"{UP}.weight_scale", lambda t: t[:, :-1]), "shape", f"{UP}.weight_scale"),
-    (CT, lambda t, c: c.pop("quantization_config"), "config", "config.json"),
-    (MO, lambda t, c: c["quantization_config"]["ignore"].append("*experts.1.up*"), "ignore-list", UP),
-    (MO, lambda t, c: c["quantization_config"]["ignore"].remove("lm_head"), "ignore-list", "lm_head"),
-    (MO, lambda t, c: c["quantization_config"]["quantized_layers"].pop(UP), "ignore-list", UP),
-    (MO, lambda t, c: c["quantization_config"]["quantized_layers"].update(x={}), "ignore-list", "x"),
-    (CT, lambda t, c: c["quantization_config"]["config_groups"].pop("group_0"), "ignore-list", UP),
-    (CT, lambda t, c: c["quantization_config"].update(ignore=["re:("]), "config", "config.json"),
+    (CT, lambda _, c: c.pop("quantization_config"), "config", "config.json"),
+    (MO, lambda _, c: c["quantization_config"]["ignore"].append("*experts.1.up*"), "ignore-list", UP),
+    (MO, lambda _, c: c["quantization_config"]["ignore"].remove("lm_head"), "ignore-list", "lm_head"),
+    (MO, lambda _, c: c["quantization_config"]["quantized_layers"].pop(UP), "ignore-list", UP),
+    (MO, lambda _, c: c["quantization_config"]["quantized_layers"].update(x={}), "ignore-list", "x"),
+    (CT, lambda _, c: c["quantization_config"]["config_groups"].pop("group_0"), "ignore-list", UP),
+    (CT, lambda _, c: c["quantization_config"].update(ignore=["re:("]), "config", "config.json"),
 ]
 
 
@@ -159,7 +179,7 @@ def test_nibble_order_shows_against_the_source(broken: Callable, format: str, na
 
 
 def test_nibble_order_is_said_to_be_unchecked_without_a_source(broken: Callable) -> None:
-    report = broken(CT, lambda t, c: None)
+    report = broken(CT, nothing)
     assert report.status == 0
     assert "nibble order not checked" in report.text()
 

@@ -1,5 +1,8 @@
-"""The reader rejects what a stranger may have put into a file, before it allocates, and only ever with its own error."""
+"""The reader rejects what a stranger may have put into a file, before it allocates, and only ever with its
+own error.
+"""
 
+import contextlib
 import json
 import struct
 from pathlib import Path
@@ -11,14 +14,17 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from nybble.checkpoints.dialects import detect
+from nybble.checkpoints.header import read_header, read_json
 from nybble.checkpoints.load import ImportConfig, import_
-from nybble.checkpoints.safetensors_io import INDEX_NAME, Folder, read_header, read_json
+from nybble.checkpoints.safetensors_io import INDEX_NAME, Folder
 from nybble.checkpoints.validate import ValidateConfig, validate
 from nybble.checkpoints.writer import Spec, Writer
 from nybble.errors import CheckpointError
 
 FUZZ = settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+    max_examples=60,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 
 
@@ -116,7 +122,16 @@ def test_files_too_short_for_a_header_are_refused(tmp_path: Path, size: int) -> 
 
 
 @pytest.mark.parametrize(
-    "name", ["../up.safetensors", "/etc/passwd.safetensors", "sub/a.safetensors", "..", "a.bin", 7, "a\0.safetensors"]
+    "name",
+    [
+        "../up.safetensors",
+        "/etc/passwd.safetensors",
+        "sub/a.safetensors",
+        "..",
+        "a.bin",
+        7,
+        "a\0.safetensors",
+    ],
 )
 def test_an_index_cannot_reach_for_other_files(tmp_path: Path, name: object) -> None:
     save_file({"a": torch.ones(2)}, tmp_path / "a.safetensors")
@@ -128,7 +143,9 @@ def test_an_index_cannot_reach_for_other_files(tmp_path: Path, name: object) -> 
 def test_index_and_files_that_disagree_are_named(tmp_path: Path) -> None:
     save_file({"a": torch.ones(2), "b": torch.ones(2)}, tmp_path / "x.safetensors")
     save_file({"b": torch.ones(2)}, tmp_path / "y.safetensors")
-    index = {"weight_map": {"a": "x.safetensors", "b": "y.safetensors", "c": "y.safetensors", "d": "z.safetensors"}}
+    index = {
+        "weight_map": {"a": "x.safetensors", "b": "y.safetensors", "c": "y.safetensors", "d": "z.safetensors"}
+    }
     (tmp_path / INDEX_NAME).write_text(json.dumps(index))
     found = {check for check, _ in Folder.scan(tmp_path).problems}
     assert found == {"index-entry", "index-file", "duplicate"}
@@ -145,7 +162,14 @@ def test_a_file_truncated_after_it_was_opened_gives_an_error(tmp_path: Path) -> 
 
 def test_json_values_that_are_no_objects_do_not_crash_the_readers(tmp_path: Path) -> None:
     save_file({"a.weight": torch.ones(2, 2).to(torch.float8_e4m3fn)}, tmp_path / "model.safetensors")
-    for value in ([], 3, "x", {"config_groups": []}, {"config_groups": {"g": 1}}, {"quant_method": ["modelopt"]}):
+    for value in (
+        [],
+        3,
+        "x",
+        {"config_groups": []},
+        {"config_groups": {"g": 1}},
+        {"quant_method": ["modelopt"]},
+    ):
         (tmp_path / "config.json").write_text(json.dumps({"quantization_config": value}))
         detect(Folder.open(tmp_path))
         validate(ValidateConfig(checkpoint=tmp_path, progress=False))
@@ -186,18 +210,35 @@ def test_fuzz_headers(tmp_path: Path, header: object) -> None:
     assert sum(entry.nbytes for entry in entries.values()) == 64
 
 
-LEAVES = ("weight", "weight_packed", "weight_scale", "weight_scale_2", "weight_global_scale", "weight_scale_inv")
-STACKS = ("w13_weight", "w2_weight", "w13_weight_scale", "w13_weight_amax", "w2_weight_outer_scale_denominator")
+LEAVES = (
+    "weight",
+    "weight_packed",
+    "weight_scale",
+    "weight_scale_2",
+    "weight_global_scale",
+    "weight_scale_inv",
+)
+STACKS = (
+    "w13_weight",
+    "w2_weight",
+    "w13_weight_scale",
+    "w13_weight_amax",
+    "w2_weight_outer_scale_denominator",
+)
 NAME = st.builds(
     lambda bank, leaf: f"model.layers.0.{bank}.{leaf}",
-    st.sampled_from(["mlp.experts.0.gate_proj", "mlp.experts.0.up_proj", "mlp.experts.1.down_proj", "self_attn.q_proj"]),
+    st.sampled_from(
+        ["mlp.experts.0.gate_proj", "mlp.experts.0.up_proj", "mlp.experts.1.down_proj", "self_attn.q_proj"]
+    ),
     st.sampled_from(LEAVES),
 ) | st.builds(
     lambda leaf: f"model.layers.0.mlp.experts.{leaf}",
     st.sampled_from([*STACKS, "gate_up_proj_blocks", "gate_up_proj_scales", "gate_up_proj", "down_proj"]),
 )
 DTYPE = st.sampled_from([torch.uint8, torch.float8_e4m3fn, torch.float32, torch.bfloat16, torch.int64])
-SHAPE = st.lists(st.sampled_from([0, 1, 2, 8, 16, 32]), max_size=4).filter(lambda s: torch.Size(s).numel() <= 4096)
+SHAPE = st.lists(st.sampled_from([0, 1, 2, 8, 16, 32]), max_size=4).filter(
+    lambda s: torch.Size(s).numel() <= 4096
+)
 
 
 @FUZZ
@@ -214,7 +255,8 @@ SHAPE = st.lists(st.sampled_from([0, 1, 2, 8, 16, 32]), max_size=4).filter(lambd
                 optional={
                     "quant_method": st.sampled_from(["compressed-tensors", "modelopt"]) | JSON,
                     "config_groups": JSON,
-                    "ignore": st.lists(st.sampled_from(["re:(", "re:.*", "lm_head"]) | JSON, max_size=3) | JSON,
+                    "ignore": st.lists(st.sampled_from(["re:(", "re:.*", "lm_head"]) | JSON, max_size=3)
+                    | JSON,
                     "weight_block_size": st.lists(st.integers(-1, 4), max_size=3) | JSON,
                     "quantized_layers": JSON,
                 },
@@ -228,10 +270,8 @@ def test_fuzz_folders_through_every_reader(tmp_path: Path, tensors: dict, config
     folder.mkdir(exist_ok=True)
     save_file({n: torch.zeros(s).to(d) for n, (d, s) in tensors.items()}, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(config))
-    try:
+    with contextlib.suppress(CheckpointError):
         assert validate(ValidateConfig(checkpoint=folder, progress=False, tp=2)).text()
-    except CheckpointError:
-        pass
     out = tmp_path / "out"
     try:
         import_(ImportConfig(checkpoint=folder, out=out, overwrite=True, progress=False))

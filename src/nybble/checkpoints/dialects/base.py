@@ -1,11 +1,11 @@
-"""What a dialect is: names, types and conventions of quantised matrices on disk, to write and to find again."""
+"""What a dialect is: names, types and conventions of quantised matrices on disk, to write and to find."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -24,7 +24,9 @@ Pieces = Iterator[tuple[str, Tensor, int]]
 
 @dataclass(frozen=True, kw_only=True)
 class Stored:
-    """A quantised matrix [N, K], or a stack [E, N, K], found in a folder. Names may be of tensors that are missing."""
+    """A quantised matrix [N, K], or a stack [E, N, K], found in a folder. Names may be of tensors that are
+    missing.
+    """
 
     module: str
     kind: str
@@ -40,7 +42,9 @@ class Stored:
     input: str | None = None
     """Name of the scale of the activations, where the config calls for one."""
     rank: int = 2
-    """Axes of the codes on disk: 2, 3 for a stack, 4 for a stack that keeps the bytes of a block on an axis of their own."""
+    """Axes of the codes on disk: 2, 3 for a stack, 4 for a stack that keeps the bytes of a block on an axis
+    of their own.
+    """
     expected: dict[str, str] = field(default_factory=dict)
     """safetensors type of each tensor by name."""
 
@@ -53,7 +57,9 @@ class Stored:
         """Logical shape [..., N, K]. Raises CheckpointError when the codes have another number of axes."""
         shape = folder.entry(self.codes).shape
         if len(shape) != self.rank:
-            raise CheckpointError(f"{folder.path}: {self.codes!r} is {list(shape)}; codes have {self.rank} axes here")
+            raise CheckpointError(
+                f"{folder.path}: {self.codes!r} is {list(shape)}; codes have {self.rank} axes here"
+            )
         *lead, last = shape if self.rank < 4 else (*shape[:2], shape[2] * shape[3])
         return (*lead, last * 2 if self.kind in ("nvfp4", "mxfp4") else last)
 
@@ -117,30 +123,41 @@ class Written:
     kind: str
 
 
-class Dialect(ABC):
-    """One family of serving programs' files."""
+class Reader(ABC):
+    """A family of files that can be read."""
 
     name: str
-    kinds: tuple[str, ...]
-    """Kinds of quantised matrices that it can hold; all hold BF16 too."""
-
-    @abstractmethod
-    def matrix_specs(self, module: str, rows: int, cols: int, kind: str, activations: bool) -> list[Spec]:
-        """The tensors of one quantised matrix [rows, cols]."""
-
-    @abstractmethod
-    def matrix_tensors(self, module: str, packed: Packed, activations: bool) -> Pieces:
-        """Their data."""
-
-    @abstractmethod
-    def configs(
-        self, config: dict[str, Any], written: list[Written], plain: list[str], activations: bool
-    ) -> dict[str, dict[str, Any]]:
-        """JSON files by name: config.json and what else readers want. `plain` are modules of 2-D weights kept in BF16."""
 
     @abstractmethod
     def find(self, folder: Folder) -> list[Stored]:
         """Every quantised matrix of a folder."""
+
+
+@dataclass(frozen=True)
+class Dialect(Reader):
+    """A family of files that can be written too."""
+
+    activations: bool = False
+    """Whether the files tell the server to quantise activations (W4A4)."""
+
+    kinds: ClassVar[tuple[str, ...]]
+    """Kinds of quantised matrices that it can hold; all hold BF16 too."""
+
+    @abstractmethod
+    def matrix_specs(self, module: str, rows: int, cols: int, kind: str) -> list[Spec]:
+        """The tensors of one quantised matrix [rows, cols]."""
+
+    @abstractmethod
+    def matrix_tensors(self, module: str, packed: Packed) -> Pieces:
+        """Their data."""
+
+    @abstractmethod
+    def configs(
+        self, config: dict[str, Any], written: list[Written], plain: list[str]
+    ) -> dict[str, dict[str, Any]]:
+        """JSON files by name: config.json and what else readers want. `plain` are modules of 2-D weights kept
+        in BF16.
+        """
 
     def bank_modules(self, bank: Bank) -> list[str]:
         """Modules of a bank as the dialect's configs name them."""
@@ -150,7 +167,7 @@ class Dialect(ABC):
             for part in (*bank.inputs, bank.names[-1])
         ]
 
-    def bank_specs(self, bank: Bank, kind: str, activations: bool) -> list[Spec]:
+    def bank_specs(self, bank: Bank, kind: str) -> list[Spec]:
         """The tensors of a layer's experts: one 2-D matrix each, never-routed experts included."""
         specs = []
         for expert in range(bank.experts):
@@ -160,12 +177,10 @@ class Dialect(ABC):
                 if kind == "bf16":
                     specs.append(Spec(f"{module}.weight", "BF16", shape))
                 else:
-                    specs += self.matrix_specs(module, *shape, kind, activations)
+                    specs += self.matrix_specs(module, *shape, kind)
         return specs
 
-    def bank_tensors(
-        self, bank: Bank, start: int, first: Packed | Tensor, down: Packed | Tensor, activations: bool
-    ) -> Pieces:
+    def bank_tensors(self, bank: Bank, start: int, first: Packed | Tensor, down: Packed | Tensor) -> Pieces:
         """Data of consecutive experts from `start` on: [n, 2I or I, H] (gate rows first) and [n, H, I]."""
         count = (first.codes if isinstance(first, Packed) else first).shape[0]
         for i in range(count):
@@ -178,7 +193,7 @@ class Dialect(ABC):
             for part, matrix in parts:
                 module = f"{bank.module}.{start + i}.{part}"
                 if isinstance(matrix, Packed):
-                    yield from self.matrix_tensors(module, matrix, activations)
+                    yield from self.matrix_tensors(module, matrix)
                 else:
                     yield f"{module}.weight", matrix, 0
 

@@ -1,20 +1,22 @@
 """compressed-tensors: what llm-compressor writes and vLLM, SGLang and transformers read.
 
-`weight_global_scale` [1] is S_enc, a number to divide by. vLLM inverts it once (1/S_enc is the trainer's S_dec to the bit)
-and multiplies; compressed_tensors' own decompressor computes code * (scale / S_enc) instead, whose FP32 result may differ
-from the trainer's (code * scale) * S_dec by two units in the last place.
+`weight_global_scale` [1] is S_enc, a number to divide by. vLLM inverts it once (1/S_enc is the trainer's
+S_dec to the bit) and multiplies; compressed_tensors' own decompressor computes code * (scale / S_enc)
+instead, whose FP32 result may differ from the trainer's (code * scale) * S_dec by two units in the last
+place.
 """
 
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from nybble.checkpoints.dialects.base import Dialect, Pieces, Stored, Written, scale_bytes, scale_specs
+from nybble.checkpoints.header import section
 from nybble.checkpoints.packed import Packed
-from nybble.checkpoints.safetensors_io import Folder, section
+from nybble.checkpoints.safetensors_io import Folder
 from nybble.checkpoints.writer import Spec
 
 FORMATS = {"nvfp4": "nvfp4-pack-quantized", "mxfp4": "mxfp4-pack-quantized", "mxfp8": "mxfp8-quantized"}
@@ -24,9 +26,9 @@ class CompressedTensors(Dialect):
     """See the module."""
 
     name = "compressed-tensors"
-    kinds = ("nvfp4", "mxfp4", "mxfp8")
+    kinds: ClassVar[tuple[str, ...]] = ("nvfp4", "mxfp4", "mxfp8")
 
-    def matrix_specs(self, module: str, rows: int, cols: int, kind: str, activations: bool) -> list[Spec]:
+    def matrix_specs(self, module: str, rows: int, cols: int, kind: str) -> list[Spec]:
         if kind == "mxfp8":
             return [Spec(f"{module}.weight", "F8_E4M3", (rows, cols)), scale_specs(module, rows, cols, kind)]
         specs = [
@@ -35,11 +37,11 @@ class CompressedTensors(Dialect):
         ]
         if kind == "nvfp4":
             specs.append(Spec(f"{module}.weight_global_scale", "F32", (1,)))
-            if activations:
+            if self.activations:
                 specs.append(Spec(f"{module}.input_global_scale", "F32", (1,)))
         return specs
 
-    def matrix_tensors(self, module: str, packed: Packed, activations: bool) -> Pieces:
+    def matrix_tensors(self, module: str, packed: Packed) -> Pieces:
         if packed.kind == "mxfp8":
             yield f"{module}.weight", packed.codes.view(torch.float8_e4m3fn), 0
         else:
@@ -48,12 +50,12 @@ class CompressedTensors(Dialect):
         if packed.kind == "nvfp4":
             assert packed.divisor is not None
             yield f"{module}.weight_global_scale", packed.divisor.reshape(1), 0
-            if activations:
+            if self.activations:
                 # 1 leaves the range of activations to the block scales alone: nothing was calibrated
                 yield f"{module}.input_global_scale", torch.ones(1), 0
 
     def configs(
-        self, config: dict[str, Any], written: list[Written], plain: list[str], activations: bool
+        self, config: dict[str, Any], written: list[Written], plain: list[str]
     ) -> dict[str, dict[str, Any]]:
         kinds = [kind for kind in FORMATS if any(w.kind == kind for w in written)]
         groups = {}
@@ -64,7 +66,7 @@ class CompressedTensors(Dialect):
                 "targets": ["Linear"] if len(kinds) == 1 else _patterns(modules),
                 "weights": _arguments(kind, dynamic=False),
                 "input_activations": _arguments(kind, dynamic="local" if kind == "nvfp4" else True)
-                if activations
+                if self.activations
                 else None,
                 "output_activations": None,
                 "format": FORMATS[kind],
@@ -127,7 +129,7 @@ def _patterns(modules: list[str]) -> list[str]:
     """Exact names, and one pattern for all experts of a layer."""
     patterns: dict[str, None] = {}
     for module in modules:
-        bank, marker, rest = module.partition(".experts.")
+        bank, marker, _ = module.partition(".experts.")
         if marker:
             patterns[rf"re:{re.escape(bank)}\.experts\.\d+\.\w+$"] = None
         else:

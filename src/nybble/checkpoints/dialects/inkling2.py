@@ -1,16 +1,16 @@
 """The dialect of the published Inkling 2 checkpoints: a layer's experts in four 3-D tensors, the rest BF16.
 
-`w13_weight` holds gate and up rows in turn (gate 0, up 0, gate 1, ...), NVFP4 with two codes a byte or MXFP8, `_scale` the
-block scales, and readers multiply with `_amax`[expert] / `_outer_scale_denominator` in FP32. That quotient reaches every
-FP32 number only when the denominator is a power of two: with 2688 itself a third of the trainer's scales could be met to
-within one unit in the last place only. So the denominator here is 2048 and `_amax` is the trainer's S_dec times it: the
-weights are then the trainer's to the bit in every reader, and `_amax` is 0.76 of the largest magnitude (1.33 of it with
-Four Over Six).
+`w13_weight` holds gate and up rows in turn (gate 0, up 0, gate 1, ...), NVFP4 with two codes a byte or MXFP8,
+`_scale` the block scales, and readers multiply with `_amax`[expert] / `_outer_scale_denominator` in FP32.
+That quotient reaches every FP32 number only when the denominator is a power of two: with 2688 itself a third
+of the trainer's scales could be met to within one unit in the last place only. So the denominator here is
+2048 and `_amax` is the trainer's S_dec times it: the weights are then the trainer's to the bit in every
+reader, and `_amax` is 0.76 of the largest magnitude (1.33 of it with Four Over Six).
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -30,18 +30,21 @@ class Inkling2(Dialect):
     """See the module."""
 
     name = "inkling2"
-    kinds = ("nvfp4", "mxfp8")
+    kinds: ClassVar[tuple[str, ...]] = ("nvfp4", "mxfp8")
 
-    def matrix_specs(self, module: str, rows: int, cols: int, kind: str, activations: bool) -> list[Spec]:
-        raise CheckpointError(f"{module}: the inkling2 dialect quantises experts only; keep linears in bf16")
+    def matrix_specs(self, module: str, rows: int, cols: int, kind: str) -> list[Spec]:
+        raise CheckpointError(
+            f"{module} [{rows}, {cols}] in {kind}: the inkling2 dialect quantises experts only; keep linears "
+            "in bf16"
+        )
 
-    def matrix_tensors(self, module: str, packed: Packed, activations: bool) -> Pieces:
-        raise CheckpointError(f"{module}: the inkling2 dialect quantises experts only; keep linears in bf16")
+    def matrix_tensors(self, module: str, packed: Packed) -> Pieces:
+        raise CheckpointError(f"{module} in {packed.kind}: the inkling2 dialect quantises experts only")
 
     def bank_modules(self, bank: Bank) -> list[str]:
         return [bank.module]
 
-    def bank_specs(self, bank: Bank, kind: str, activations: bool) -> list[Spec]:
+    def bank_specs(self, bank: Bank, kind: str) -> list[Spec]:
         if not bank.gated:
             raise CheckpointError(
                 f"{bank.module}: the inkling2 dialect has no name for experts without a gate"
@@ -64,9 +67,7 @@ class Inkling2(Dialect):
             specs.append(Spec(f"{name}_outer_scale_denominator", "F32", ()))
         return specs
 
-    def bank_tensors(
-        self, bank: Bank, start: int, first: Packed | Tensor, down: Packed | Tensor, activations: bool
-    ) -> Pieces:
+    def bank_tensors(self, bank: Bank, start: int, first: Packed | Tensor, down: Packed | Tensor) -> Pieces:
         for leaf, matrix in (("w13", first), ("w2", down)):
             name = f"{bank.module}.{leaf}_weight"
             mix = interleave if leaf == "w13" else torch.Tensor.contiguous
@@ -84,10 +85,10 @@ class Inkling2(Dialect):
                     yield f"{name}_outer_scale_denominator", torch.tensor(DENOMINATOR), 0
 
     def configs(
-        self, config: dict[str, Any], written: list[Written], plain: list[str], activations: bool
+        self, config: dict[str, Any], written: list[Written], plain: list[str]
     ) -> dict[str, dict[str, Any]]:
         algorithm = {
-            "nvfp4": {"quant_algo": "NVFP4" if activations else "W4A16_NVFP4", "group_size": 16},
+            "nvfp4": {"quant_algo": "NVFP4" if self.activations else "W4A16_NVFP4", "group_size": 16},
             "mxfp8": {"quant_algo": "MXFP8", "group_size": 32},
         }
         return {

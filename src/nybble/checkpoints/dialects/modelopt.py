@@ -1,13 +1,13 @@
 """ModelOpt: what NVIDIA's Model Optimizer writes and vLLM, SGLang and TensorRT-LLM read.
 
-`weight_scale_2` (0-d) is S_dec, a number to multiply with: readers that multiply as written get the trainer's weights to
-the bit. `input_scale` is 1.0 on every NVFP4 matrix, in weight-only files too: vLLM left the slot uninitialised where it
-was missing (vllm#54189).
+`weight_scale_2` (0-d) is S_dec, a number to multiply with: readers that multiply as written get the trainer's
+weights to the bit. `input_scale` is 1.0 on every NVFP4 matrix, in weight-only files too: vLLM left the slot
+uninitialised where it was missing (vllm#54189).
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -25,9 +25,9 @@ class ModelOpt(Dialect):
     """See the module."""
 
     name = "modelopt"
-    kinds = ("nvfp4", "mxfp8")
+    kinds: ClassVar[tuple[str, ...]] = ("nvfp4", "mxfp8")
 
-    def matrix_specs(self, module: str, rows: int, cols: int, kind: str, activations: bool) -> list[Spec]:
+    def matrix_specs(self, module: str, rows: int, cols: int, kind: str) -> list[Spec]:
         if kind == "mxfp8":
             return [Spec(f"{module}.weight", "F8_E4M3", (rows, cols)), scale_specs(module, rows, cols, kind)]
         return [
@@ -37,7 +37,7 @@ class ModelOpt(Dialect):
             Spec(f"{module}.input_scale", "F32", ()),
         ]
 
-    def matrix_tensors(self, module: str, packed: Packed, activations: bool) -> Pieces:
+    def matrix_tensors(self, module: str, packed: Packed) -> Pieces:
         codes = packed.codes.view(torch.float8_e4m3fn) if packed.kind == "mxfp8" else packed.codes
         yield f"{module}.weight", codes, 0
         yield f"{module}.weight_scale", scale_bytes(packed), 0
@@ -47,16 +47,16 @@ class ModelOpt(Dialect):
             yield f"{module}.input_scale", torch.ones(()), 0
 
     def configs(
-        self, config: dict[str, Any], written: list[Written], plain: list[str], activations: bool
+        self, config: dict[str, Any], written: list[Written], plain: list[str]
     ) -> dict[str, dict[str, Any]]:
-        names = {"nvfp4": "NVFP4" if activations else "W4A16_NVFP4", "mxfp8": "MXFP8"}
+        names = {"nvfp4": "NVFP4" if self.activations else "W4A16_NVFP4", "mxfp8": "MXFP8"}
         kinds = [kind for kind in names if any(w.kind == kind for w in written)]
         groups: dict[str, Any] = {}
         for i, kind in enumerate(kinds):
             arguments = {"dynamic": False, "num_bits": 4 if kind == "nvfp4" else 8, "type": "float"}
             arguments["group_size"] = GROUP[kind]
             groups[f"group_{i}"] = {"weights": arguments, "targets": ["Linear"]}
-            if activations:
+            if self.activations:
                 groups[f"group_{i}"]["input_activations"] = {**arguments, "dynamic": kind == "mxfp8"}
             if len(kinds) > 1:
                 groups[f"group_{i}"]["targets"] = [w.module for w in written if w.kind == kind]

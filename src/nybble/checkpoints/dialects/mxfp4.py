@@ -2,34 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from nybble.checkpoints.dialects.base import Dialect, Pieces, Stored, Written
-from nybble.checkpoints.packed import Packed
+from nybble.checkpoints.dialects.base import Reader, Stored
 from nybble.checkpoints.safetensors_io import Folder
-from nybble.checkpoints.writer import Spec
-from nybble.errors import CheckpointError
 
 
-class ReadOnly(Dialect):
-    """A dialect without a writer."""
-
-    kinds = ()
-
-    def matrix_specs(self, module: str, rows: int, cols: int, kind: str, activations: bool) -> list[Spec]:
-        raise CheckpointError(f"the {self.name} dialect is read only; export to another")
-
-    def matrix_tensors(self, module: str, packed: Packed, activations: bool) -> Pieces:
-        raise CheckpointError(f"the {self.name} dialect is read only; export to another")
-
-    def configs(
-        self, config: dict[str, Any], written: list[Written], plain: list[str], activations: bool
-    ) -> dict[str, dict[str, Any]]:
-        raise CheckpointError(f"the {self.name} dialect is read only; export to another")
-
-
-class GptOss(ReadOnly):
-    """`P.gate_up_proj_blocks` [E, 2I, H/32, 16] and `_scales` [E, 2I, H/32]; the model's parameter is their transpose."""
+class GptOss(Reader):
+    """`P.gate_up_proj_blocks` [E, 2I, H/32, 16] and `_scales` [E, 2I, H/32]; the model's parameter is their
+    transpose.
+    """
 
     name = "mxfp4"
 
@@ -53,8 +33,8 @@ class GptOss(ReadOnly):
         return found
 
 
-class Fp8Blocks(ReadOnly):
-    """`P.weight` E4M3 with `P.weight_scale_inv`: FP32 over 128x128 blocks, or bytes of E8M0 over 32 columns."""
+class Fp8Blocks(Reader):
+    """`P.weight` E4M3 with `P.weight_scale_inv`: FP32 over 128x128 blocks, or E8M0 bytes over 32 columns."""
 
     name = "fp8"
 
