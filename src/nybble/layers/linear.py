@@ -29,8 +29,7 @@ class Plan(NamedTuple):
 
 
 class Linear(nn.Linear):
-    """`nn.Linear` with the GEMMs of a recipe. Same parameters, any input dtype, output in the input's
-    dtype."""
+    """`nn.Linear` with the GEMMs of a recipe: same parameters, any input dtype, output in that dtype."""
 
     spec: Spec
     step_state: StepState
@@ -68,12 +67,14 @@ def _rebuild(original: type[nn.Module]) -> Any:
 
 
 def planned(weight: Tensor, spec: Spec, cache: WeightCache, state: StepState) -> Weight:
-    """The weight with its cache, where one may be used: between calls of `set_step`, and not inside a
-    compiled graph.
+    """The weight, with its cache where one may be used: between calls of `set_step`.
 
-    A graph cannot tell whether a weight has changed, so it quantises the weight whenever it runs.
+    A compiled graph cannot tell whether a weight has changed: it quantises the weight whenever it runs,
+    unless `refresh` vouches for the cache.
     """
-    if not state.managed or cache.mode == "none" or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():
+        return Weight(spec, cache if state.fresh else None, None)
+    if not state.managed or cache.mode == "none":
         return Weight(spec, None, None)
     return Weight(spec, cache, tag_of(weight, state.generation))
 

@@ -23,6 +23,8 @@ class StepState:
         self.managed = False
         """True once `set_step` was called: only then do layers cache weight operands between forward
         passes."""
+        self.fresh = False
+        """True between `refresh` and the next step: compiled graphs may use cached weight operands."""
         self._keys: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     def keys(self, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -41,6 +43,7 @@ class StepState:
             check_range(field, value)
         if micro == 0 or (seed, step) != (self.seed, self.step):
             self.generation += 1
+            self.fresh = False
         self.seed, self.step, self.micro = seed, step, micro
         self.managed = True
         for key, weight_key in self._keys.values():

@@ -56,11 +56,13 @@ def tag_of(weight: Tensor, generation: int) -> tuple[object, ...]:
 
 
 class Weight(NamedTuple):
-    """A weight with what is needed to make its operands; `cache` and `tag` are None where nothing is kept."""
+    """A weight with what is needed to make its operands."""
 
     spec: Spec
     cache: WeightCache | None
+    """None where nothing is kept."""
     tag: tuple[object, ...] | None
+    """What the weight was at the forward pass; None when the cache was filled by `refresh`."""
 
     def fprop(self, weight: Tensor, key: Tensor, dtype: torch.dtype) -> Values:
         """Operand of y = x @ W.T, along K."""
@@ -73,13 +75,15 @@ class Weight(NamedTuple):
     def _operand(self, name: str, weight: Tensor, key: Tensor, dtype: torch.dtype) -> Values:
         if self._same():
             name = "fprop"
-        if self.cache is None or self.tag is None:
+        if self.cache is None:
             return self._compute(name, weight, key, dtype)
-        hit = self.cache.get(name, self.tag)
+        hit = self.cache.kept.get(name) if self.tag is None else self.cache.get(name, self.tag)
         if isinstance(hit, Codes):
             return self._decode(name, hit, weight, dtype)
         if hit is not None:
             return hit
+        if self.tag is None:
+            return self._compute(name, weight, key, dtype)
         mode = self.cache.mode
         if mode == "auto":
             size = weight.numel() * dtype.itemsize

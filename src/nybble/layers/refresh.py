@@ -1,0 +1,43 @@
+"""Quantise all weights of a model at once, ahead of the passes that use them."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from nybble.layers.experts import Experts, up_name
+from nybble.layers.linear import Linear
+from nybble.layers.operand import compute_dtype
+from nybble.layers.step import StepState
+from nybble.layers.weights import Spec, Weight, WeightCache, tag_of
+
+
+@torch.no_grad()
+def refresh(model: nn.Module) -> None:
+    """Compute the weight operands of all converted layers now, for all passes until the next step.
+
+    Eager layers do this by themselves. A compiled forward pass cannot see whether a weight has changed:
+    without this call it quantises the weights in every micro-batch. The caller vouches that no weight changes
+    before `set_step` announces the next step, which withdraws the operands.
+    """
+    for state, weight, spec, cache in _weights(model):
+        if cache.mode == "none":
+            continue
+        cache.kept = {}
+        planned = Weight(spec, cache, tag_of(weight, state.generation))
+        _, key = state.keys(weight.device)
+        gemms = spec.gemms
+        planned.fprop(weight, key, compute_dtype(weight.device, gemms.fprop.x, gemms.fprop.w))
+        planned.dgrad(weight, key, compute_dtype(weight.device, gemms.dgrad.dy, gemms.dgrad.w))
+        state.managed = state.fresh = True
+
+
+def _weights(model: nn.Module) -> Iterator[tuple[StepState, Tensor, Spec, WeightCache]]:
+    for module in model.modules():
+        if isinstance(module, Linear):
+            yield module.step_state, module.weight, module.spec, module.weight_cache
+        elif isinstance(module, Experts):
+            for name, spec, cache in zip(
+                (up_name(module), "down_proj"), module.specs, module.weight_caches, strict=True
+            ):
+                yield module.step_state, getattr(module, name), spec, cache
