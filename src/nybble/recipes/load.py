@@ -122,8 +122,9 @@ class _Reader:
         for key in data:
             if key not in valid:
                 close = difflib.get_close_matches(str(key), valid, n=1)
+                where = self.where(rule, str(key) if rule is None or not under else under, under)
                 raise RecipeError(
-                    f"{self.where(rule, str(key), under)}: unknown key {key!r} of {what}; "
+                    f"{where}: unknown key {key!r} of {what}; "
                     + (f"did you mean {close[0]!r}? " if close else "")
                     + f"The keys are {', '.join(valid)}"
                 )
@@ -171,7 +172,7 @@ class _Reader:
             entries: Mapping[str, Any] = {role.split(".")[1]: value for role in roles}
             if key != "all" and isinstance(value, Mapping) and "format" not in value:
                 entries = value
-                self._keys(entries, tuple(role.split(".")[1] for role in roles), key, n)
+                self._keys(entries, tuple(role.split(".")[1] for role in roles), key, n, under=key)
             for role in roles:
                 name = role.split(".")[1]
                 if name in entries:
