@@ -15,7 +15,7 @@ from typing import Any, Literal
 import tyro
 
 from nybble.checkpoints import plan
-from nybble.checkpoints.dialects import WRITABLE, Dialect
+from nybble.checkpoints.dialects import WRITABLE, Dialect, detect
 from nybble.checkpoints.engine import Job, write_model
 from nybble.checkpoints.safetensors_io import Folder
 from nybble.checkpoints.sidecar import Sidecar
@@ -109,7 +109,7 @@ def export(config: ExportConfig) -> ExportReport:
             disk. `config.out` is then untouched.
     """
     path = model_folder(config.checkpoint)
-    folder = Folder.open(path)
+    folder = open_dense(path)
     units = find_units(folder)
     sidecar = Sidecar.of(path)
     recipe = _recipe(config, path)
@@ -170,6 +170,17 @@ def model_folder(path: Path) -> Path:
             raise CheckpointError(f"{path / 'checkpoints'}: holds no whole checkpoint")
         path = newest
     return path / "model" if (path / "model").is_dir() else path
+
+
+def open_dense(path: Path) -> Folder:
+    """A folder in high precision. Raises CheckpointError if it is quantised already."""
+    folder = Folder.open(path)
+    dialect = detect(folder)
+    if dialect is not None:
+        raise CheckpointError(
+            f"{path}: is quantised already ({dialect.name}); run `nybble import` on it first"
+        )
+    return folder
 
 
 def copy_files(source: Path, out: Path) -> None:

@@ -14,9 +14,8 @@ from torch import Tensor, float64
 
 from nybble.checkpoints import plan
 from nybble.checkpoints.engine import Job
-from nybble.checkpoints.export import ExportReport, dialect_of, model_folder, write_folder
+from nybble.checkpoints.export import ExportReport, dialect_of, model_folder, open_dense, write_folder
 from nybble.checkpoints.packed import Packed
-from nybble.checkpoints.safetensors_io import Folder
 from nybble.checkpoints.source import find_units
 from nybble.errors import CheckpointError
 
@@ -78,7 +77,7 @@ def quantize_model(config: QuantizeConfig) -> QuantizeReport:
             bad file.
     """
     path = model_folder(config.model)
-    folder = Folder.open(path)
+    folder = open_dense(path)
     units = find_units(folder)
     try:
         formats = plan.uniform(units, config.weights, config.scope, config.last_mxfp8)

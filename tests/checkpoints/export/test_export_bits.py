@@ -250,6 +250,13 @@ def test_requests_that_make_no_sense_are_refused(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("format", list(WRITABLE))
+def test_a_quantised_folder_must_be_imported_first(make: Callable, tmp_path: Path, format: str) -> None:
+    run(make(layers=2), tmp_path / "a", format)
+    with pytest.raises(CheckpointError, match="nybble import"):
+        run(tmp_path / "a", tmp_path / "b")
+
+
 def test_a_width_that_cuts_a_block_is_named(make: Callable, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"layers\.0\.mlp\.experts: 24 input features"):
         run(make(width=24), tmp_path / "out")

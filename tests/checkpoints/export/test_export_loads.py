@@ -123,7 +123,7 @@ def test_transformers_gives_the_logits_of_nybbles_forward(tmp_path: Path, kind: 
     exported = export(
         ExportConfig(
             checkpoint=tmp_path / "model", out=tmp_path / "out", format=format, recipe="inkling", rest="keep",
-            progress=False,
+            scheme="w4a4" if kind == "olmoe" else "w4a16", progress=False,
         )
     )  # fmt: skip
     convert(model, WEIGHT_ONLY)
