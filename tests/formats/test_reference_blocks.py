@@ -73,6 +73,39 @@ def test_every_format_equals_the_naive_one(format, axis, rounding):
         assert np.array_equal(scales.numpy(), want_scales)
 
 
+NEAR_TIES = 16 * torch.tensor([  # added up in the other order, the other candidate of Four Over Six wins
+    [-1.3125, -2.125, 0.8125, 0.1875, -0.8125, 0.8125, -2.3125, 1.5,
+     2.1875, 1.375, 0.625, 1.0, 0.8125, -2.5, 1.8125, -1.75],
+    [1.4375, 1.125, -0.875, -0.375, -2.125, 2.5, 0.9375, 0.25,
+     -0.0625, 0.5625, -2.25, -2.4375, -2.4375, 1.0625, -1.5625, -0.4375],
+    [-3.25, -2.125, -0.25, -4.875, 2.75, -3.875, -3.25, 3.75,
+     -1.25, -4.875, 3.0, 0.75, 2.75, 4.0, -3.25, -1.375],
+    [0.15625, 0.375, 0.03125, -0.8125, 0.71875, -0.3125, 0.375, -0.59375,
+     0.625, -0.1875, 0.65625, -1.21875, 0.09375, 0.0625, 0.5, 0.96875],
+])  # fmt: skip
+
+
+def test_four_over_six_adds_errors_in_order():
+    x = torch.cat([NEAR_TIES, torch.full((1, 16), 160.0)])  # the last row holds the outer maximum
+    codes, scales, amax = reference.quantize(x, "nvfp4-4over6")
+    backwards = reference.quantize(x.flip(-1), "nvfp4-4over6")[1]
+    for i in range(4):
+        want, scale = naive.four_over_six_block(list(x[i].numpy()), amax.numpy())
+        assert e2m1.unpack(codes, 16)[i].tolist() == want
+        assert scales[i, 0] == scale != backwards[i, 0]
+
+
+def test_square_four_over_six_adds_errors_in_logical_order_along_both_axes():
+    g = torch.Generator().manual_seed(0)
+    tiles = torch.zeros(4000, 16, 16)
+    tiles[:, :4, :4] = torch.randint(-40, 41, (4000, 4, 4), generator=g) / 8
+    x = torch.cat([tiles.flatten(0, 1), torch.full((16, 16), 10.0)])
+    last, second = (reference.quantize(x, "nvfp4-16x16-4over6", axis)[1] for axis in (-1, -2))
+    transposed = reference.quantize(x.t(), "nvfp4-16x16-4over6", -1)[1]
+    assert torch.equal(last.t(), second)
+    assert not torch.equal(last.t(), transposed)  # there are ties that the order decides
+
+
 @pytest.mark.parametrize("format", ["nvfp4-16x16", "nvfp4-16x16-4over6", "fp8-128x128"])
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 def test_square_blocks_are_the_same_along_both_axes(format, rounding):

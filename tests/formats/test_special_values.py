@@ -28,6 +28,8 @@ def test_a_zero_tensor_is_zero_and_keeps_its_signs(format):
     assert torch.isfinite(q.tensor_scale).all()
     if q.spec.scale in ("e4m3", "e8m0"):
         assert not q.scales.any()
+    else:
+        assert (q.scales == 1).all()  # of FP8; other formats have none
 
 
 @pytest.mark.parametrize("format", BLOCKED)
