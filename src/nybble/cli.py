@@ -1,7 +1,8 @@
 """The command line: `nybble VERB ...`, one function a verb.
 
-Nothing heavy is imported here, so that `nybble --help` answers at once; each verb imports what it needs. A problem that
-the user can mend ends with one line on stderr and status 1, a wrong flag with status 2, a bug with its traceback.
+Nothing heavy is imported here, so that `nybble --help` answers at once; each verb imports what it needs. A
+problem that the user can mend ends with one line on stderr and status 1, a wrong flag with status 2, a bug
+with its traceback.
 """
 
 from __future__ import annotations

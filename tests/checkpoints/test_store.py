@@ -96,7 +96,7 @@ def test_a_full_disk_met_by_safetensors_or_at_the_end_is_told_too(tmp_path: Path
     def extras(_folder: Path) -> None:
         raise RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)")
 
-    with pytest.raises(CheckpointError, match="the disk is full.*there is no older checkpoint"):
+    with pytest.raises(CheckpointError, match=r"the disk is full.*there is no older checkpoint"):
         checkpoints.write(tmp_path, 1, TENSORS, {}, {}, extras)
     assert list(tmp_path.iterdir()) == []
 

@@ -1,0 +1,1 @@
+"""Probes, comparisons and plots of runs."""

@@ -1,0 +1,107 @@
+"""The folder of a trained model: transformers loads it, and it says in which precision it was trained.
+
+config.json, generation_config.json, model.safetensors    as transformers writes them
+tokenizer.json, tokenizer_config.json                     for AutoTokenizer
+recipe.toml                                               precision of every GEMM
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers.utils import logging
+
+from nybble.checkpoints.manifest import NAME, read_manifest, verify
+from nybble.checkpoints.store import latest
+from nybble.data import TextTokenizer, load_tokenizer
+from nybble.errors import CheckpointError
+from nybble.layers import Report, convert
+from nybble.models import Inkling2ForCausalLM
+from nybble.recipes import Recipe, load_recipe
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """A model ready to compute with the precision it was trained in."""
+
+    model: Inkling2ForCausalLM
+    tokenizer: TextTokenizer
+    recipe: Recipe
+    report: Report
+
+
+def save_model(folder: Path, model: Inkling2ForCausalLM, tokenizer: TextTokenizer, recipe: Recipe) -> None:
+    """Writes the folder."""
+    with _no_progress_bar():
+        model.save_pretrained(folder)
+    tokenizer.save(folder)
+    (folder / "recipe.toml").write_text(recipe.to_toml(), encoding="utf-8")
+
+
+@contextmanager
+def _no_progress_bar() -> Iterator[None]:
+    """Keeps the bar that transformers draws for every folder it writes or reads out of a run's output."""
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+def find_model(path: Path) -> Path:
+    """The model folder that a run, a checkpoint or the folder itself stands for; checked if it has checksums.
+
+    Raises CheckpointError if there is none, or if a file of the checkpoint is damaged.
+    """
+    if not path.exists():
+        raise CheckpointError(f"{path} does not exist; name a run, a checkpoint or a folder with a model")
+    checkpoint = path
+    if (path / "checkpoints").is_dir():
+        newest = latest(path / "checkpoints")
+        if newest is None:
+            raise CheckpointError(f"{path} holds no whole checkpoint yet")
+        checkpoint = newest
+    if (checkpoint / NAME).is_file():
+        manifest = read_manifest(checkpoint)
+        verify(checkpoint, manifest)
+        return checkpoint / "model"
+    if (path / "config.json").is_file():
+        return path
+    raise CheckpointError(
+        f"{path} is no run, no checkpoint and no folder with a model (it has no config.json)"
+    )
+
+
+def load_model(path: Path, recipe: str = "", device: torch.device | None = None) -> TrainedModel:
+    """Loads the model of a run, a checkpoint or a folder, and converts it with its own recipe or another.
+
+    Raises CheckpointError naming the file that is missing or damaged.
+    """
+    folder = find_model(path)
+    own = folder / "recipe.toml"
+    if not recipe and not own.is_file():
+        raise CheckpointError(
+            f"{folder} has no recipe.toml; name the precision with --recipe, such as --recipe bf16"
+        )
+    chosen = load_recipe(recipe or own)
+    tokenizer = load_tokenizer(folder)
+    try:
+        with _no_progress_bar():
+            model = Inkling2ForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    except (OSError, ValueError, KeyError, RuntimeError, json.JSONDecodeError) as error:
+        raise CheckpointError(f"{folder} cannot be loaded: {error}") from None
+    if tokenizer.vocab_size > model.config.unpadded_vocab_size:
+        raise CheckpointError(
+            f"{folder}: the tokeniser has {tokenizer.vocab_size} tokens, "
+            f"the model only {model.config.unpadded_vocab_size}"
+        )
+    model.to(device or torch.device("cpu"))
+    report = convert(model, chosen)
+    return TrainedModel(model=model.eval(), tokenizer=tokenizer, recipe=chosen, report=report)

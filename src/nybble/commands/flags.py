@@ -1,0 +1,42 @@
+"""Flags to a dataclass: tyro, with the errors of Nybble's own checks kept as they are."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import sys
+from typing import Any, TypeVar
+
+import tyro
+
+from nybble.errors import NybbleError
+
+T = TypeVar("T")
+
+
+def parse_flags(cls: type[T], arguments: list[str], verb: str, default: T | None = None) -> T:
+    """The dataclass that the words say, sections without a prefix.
+
+    Raises the NybbleError of the dataclass's own checks; for other bad words prints why and exits with 2.
+    """
+    printed = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(printed):
+            settings: dict[str, Any] = {
+                "args": arguments,
+                "prog": f"nybble {verb}",
+                "config": (tyro.conf.OmitArgPrefixes,),
+            }
+            if default is not None:
+                settings["default"] = default
+            found: T = tyro.cli(cls, **settings)
+            return found
+    except SystemExit as stop:
+        # tyro takes any ValueError for a word it could not convert, prints a box about it and exits.
+        cause: BaseException | None = stop
+        while cause is not None:
+            if isinstance(cause, NybbleError):
+                raise cause from None
+            cause = cause.__cause__ or cause.__context__
+        sys.stderr.write(printed.getvalue())
+        raise

@@ -1,0 +1,70 @@
+"""`nybble sample`: text from a trained model, with the precision of its recipe."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import tyro
+
+from nybble.commands.flags import parse_flags
+from nybble.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleConfig:
+    """Continue a prompt with a trained model, whose forward pass is that of its training."""
+
+    model: tyro.conf.Positional[Path]
+    """A run, a checkpoint, or a folder with a model."""
+    prompt: str = "\n"
+    """Text to continue."""
+    max_new_tokens: int = 100
+    """Tokens to add at most."""
+    temperature: float = 0.8
+    """Divides the logits: 0 always takes the likeliest token, 1 samples as the model predicts."""
+    top_p: float = 0.95
+    """Sample from the likeliest tokens that together have this probability, above 0 and at most 1."""
+    seed: int = 0
+    """Seed of the draws: the same seed gives the same text."""
+    recipe: str = ""
+    """Precision in place of the model's own, such as bf16."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to compute; auto takes a GPU if there is one."""
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise ConfigError(f"max_new_tokens is {self.max_new_tokens}; it must be at least 1")
+        if self.temperature < 0:
+            raise ConfigError(f"temperature is {self.temperature}; it must not be negative")
+        if not 0 < self.top_p <= 1:
+            raise ConfigError(f"top_p is {self.top_p}; it must lie above 0 and at most at 1")
+
+
+def main(arguments: list[str]) -> int:
+    """Runs the verb; returns its exit status."""
+    config = parse_flags(SampleConfig, arguments, "sample")
+    import sys
+
+    from nybble.checkpoints.hub import load_model
+    from nybble.models.generate import generate
+    from nybble.pretrain.device import numerics_status, pick_device
+
+    device = pick_device(config.device)
+    trained = load_model(config.model, config.recipe, device)
+    # On stderr, so that stdout is the text and nothing else.
+    print(f"recipe {trained.recipe.name}; {numerics_status(device)}", file=sys.stderr)
+    tokenizer = trained.tokenizer
+    prompt = tokenizer.encode(config.prompt) or [tokenizer.eot_id]
+    new = generate(
+        trained.model,
+        [prompt],
+        config.max_new_tokens,
+        temperature=config.temperature,
+        top_p=config.top_p,
+        seed=config.seed,
+        eos=tokenizer.eot_id,
+    )[0]
+    print(config.prompt + tokenizer.decode(new, skip_special_tokens=True))
+    return 0

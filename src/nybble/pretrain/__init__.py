@@ -1,0 +1,1 @@
+"""Pretraining: settings, optimiser, schedule and the loop."""

@@ -1,0 +1,82 @@
+"""`metrics.jsonl`, one line a step: losses in full, safe against a kill, and exact again after a resume."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any, TextIO
+
+TIMING_FIELDS = frozenset({"elapsed_s", "tokens_per_s", "memory_gib"})
+"""Fields that differ between two runs of the same settings; all others are equal, bit for bit."""
+
+
+class MetricsFile:
+    """Appends a JSON object a line.
+
+    Each line reaches the system at once, so that a killed process loses none that is finished; `sync` makes
+    them outlive a power cut, and is called before each checkpoint.
+    """
+
+    def __init__(self, path: Path, keep_steps: int = 0) -> None:
+        """Opens `path` for appending, after dropping what lies beyond its first `keep_steps` steps."""
+        if path.exists():
+            truncate(path, keep_steps)
+        self._file: TextIO = open(path, "a", encoding="utf-8")  # noqa: SIM115 - closed by close()
+
+    def write(self, row: dict[str, Any]) -> None:
+        """Writes one step. Floats are written so that reading them back gives the same bits."""
+        self._file.write(json.dumps(row, allow_nan=False) + "\n")
+        self._file.flush()
+
+    def sync(self) -> None:
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def truncate(path: Path, keep_steps: int) -> None:
+    """Drops every line whose step is above `keep_steps`, and a line that a kill cut short."""
+    with open(path, "rb+") as file:
+        end = 0
+        for line in file:
+            if not line.endswith(b"\n") or json.loads(line)["step"] > keep_steps:
+                break
+            end += len(line)
+        file.truncate(end)
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """Every finished line of a metrics file."""
+    with open(path, encoding="utf-8") as file:
+        return [json.loads(line) for line in file if line.endswith("\n")]
+
+
+def step_line(row: dict[str, Any], steps: int, eta_s: float) -> str:
+    """The line of a step for the terminal: loss, rate, norm, balance, speed, memory, time left."""
+    width = len(str(steps))
+    parts = [f"step {row['step']:>{width}}/{steps}", f"loss {row['loss']:.4f}"]
+    parts.append(f"val {row['val_loss']:.4f}" if "val_loss" in row else " " * 10)
+    parts += [f"lr {row['lr']:.2e}", f"grad {row['grad_norm']:.2f}"]
+    if "load_violation" in row:
+        parts.append(f"load +{row['load_violation']:.2f}")
+    parts += [
+        f"{_si(row['tokens_per_s'])} tok/s",
+        f"{row['memory_gib']:.1f} GiB",
+        f"eta {duration(eta_s)}",
+    ]
+    return "  ".join(parts)
+
+
+def duration(seconds: float) -> str:
+    """Seconds as h:mm:ss."""
+    whole = max(0, round(seconds))
+    return f"{whole // 3600}:{whole // 60 % 60:02d}:{whole % 60:02d}"
+
+
+def _si(value: float) -> str:
+    for scale, suffix in ((1e6, "M"), (1e3, "k")):
+        if value >= scale:
+            return f"{value / scale:.1f}{suffix}"
+    return f"{value:.0f}"

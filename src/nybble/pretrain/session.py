@@ -1,0 +1,172 @@
+"""A run in progress: its model, optimiser, data and files, and how all of it is saved and restored."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from nybble import checkpoints
+from nybble.checkpoints.identity import check_identity
+from nybble.checkpoints.tensors import load_tensors, tensor_shapes
+from nybble.errors import CheckpointError
+from nybble.layers.step import set_step
+from nybble.pretrain.balance import LoadBalance
+from nybble.pretrain.config import PretrainConfig
+from nybble.pretrain.metrics import MetricsFile
+from nybble.pretrain.optimiser import Optimiser
+from nybble.pretrain.runfolder import RunFolder
+from nybble.pretrain.sinks import Sink
+
+
+class Batches(Protocol):
+    """An endless source of batches with a position that can be saved; `nybble.data.Loader` is one.
+
+    Batches are dicts of int64 [B, S]: `input_ids`, and `labels`, already shifted by one; -100 is no target.
+    """
+
+    def __next__(self) -> dict[str, Tensor]: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class Session:
+    """All parts of a run. The loop drives it; tests build it from small parts of their own."""
+
+    def __init__(
+        self,
+        *,
+        config: PretrainConfig,
+        run: RunFolder,
+        model: nn.Module,
+        train_data: Batches,
+        held_out_data: Callable[[], Iterable[dict[str, Tensor]]],
+        identity: dict[str, Any],
+        export: Callable[[nn.Module, Path], None] | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        """`identity` is what a checkpoint must share to be resumed; `export` adds a transformers folder to
+        it.
+        """
+        self.config, self.run, self.model = config, run, model
+        self.device = device or torch.device("cpu")
+        self.balance = LoadBalance(model, config.optimiser.bias_update)
+        self.optimiser = Optimiser(model, config.optimiser)
+        self.sinks: list[Sink] = []
+        self.step = 0
+        self.first_step = 0
+        self.elapsed_s = 0.0
+        self._train_data = train_data
+        self._held_out_data = held_out_data
+        self._identity = identity
+        self._export = export
+        self._metrics: MetricsFile | None = None
+
+    @property
+    def metrics(self) -> MetricsFile:
+        """Opened at the first use, when it is known from which step the run goes on."""
+        if self._metrics is None:
+            self._metrics = MetricsFile(self.run.metrics, keep_steps=self.first_step)
+        return self._metrics
+
+    def close(self) -> None:
+        for sink in self.sinks:
+            sink.close()
+        if self._metrics is not None:
+            self._metrics.close()
+        self.run.close()
+
+    # One step
+
+    def next_batch(self) -> dict[str, Tensor]:
+        return self._to_device(next(self._train_data))
+
+    def held_out(self) -> Iterator[dict[str, Tensor]]:
+        """The same batches of the held-out split at each call."""
+        return map(self._to_device, self._held_out_data())
+
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        """Mean cross-entropy of the batch, nats a token, []."""
+        return self.model(
+            batch["input_ids"], shift_labels=batch["labels"], segments=batch.get("doc_ids")
+        ).loss
+
+    def set_step(self, step: int, micro: int) -> None:
+        """Tells the stochastic rounding where the run is."""
+        set_step(self.model, step, micro, seed=self.config.seed)
+
+    def peak_memory(self) -> int:
+        """Most bytes used so far: of the GPU, or of the process on a CPU."""
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.device)
+        unit = 1 if sys.platform == "darwin" else 1024
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+    # Save and restore
+
+    def save(self) -> Path:
+        """Writes a checkpoint and deletes those beyond `keep`. Raises CheckpointError if the disk is full."""
+        self.metrics.sync()
+        tensors = self._model_tensors() | {f"optimiser/{k}": v for k, v in self.optimiser.state().items()}
+        tensors["rng/cpu"] = torch.get_rng_state()
+        if self.device.type == "cuda":
+            tensors["rng/cuda"] = torch.cuda.get_rng_state(self.device)
+        state = {"data": self._train_data.state_dict(), "elapsed_s": self.elapsed_s}
+        export = None if self._export is None else partial(self._export, self.model)
+        path = checkpoints.write(self.run.checkpoints, self.step, tensors, state, self._identity, export)
+        checkpoints.prune(self.run.checkpoints, self.config.checkpoint.keep)
+        return path
+
+    def restore(self) -> Path | None:
+        """Goes back to the newest checkpoint of the run, if it has one.
+
+        Raises CheckpointError if it is corrupt, or belongs to another model, recipe or data.
+        """
+        checkpoints.sweep(self.run.checkpoints)
+        path = checkpoints.latest(self.run.checkpoints)
+        if path is None:
+            return None
+        saved = checkpoints.read(path)
+        check_identity(saved.identity, self._identity, path)
+        if saved.step > self.config.schedule.steps:
+            raise CheckpointError(
+                f"{path} is at step {saved.step}, beyond the {self.config.schedule.steps} steps asked for"
+            )
+        shapes = tensor_shapes(saved.tensors)
+        prefix = "optimiser/"
+        moments = {k.removeprefix(prefix): v for k, v in shapes.items() if k.startswith(prefix)}
+        tensors = self._model_tensors() | {prefix + k: v for k, v in self.optimiser.allocate(moments).items()}
+        generators = {k: torch.empty(shapes[k][0], dtype=torch.uint8) for k in shapes if k.startswith("rng/")}
+        load_tensors(saved.tensors, tensors | generators)
+        torch.set_rng_state(generators["rng/cpu"])
+        if self.device.type == "cuda" and "rng/cuda" in generators:
+            torch.cuda.set_rng_state(generators["rng/cuda"], self.device)
+        self._train_data.load_state_dict(saved.state["data"])
+        self.step = self.first_step = saved.step
+        self.elapsed_s = saved.state["elapsed_s"]
+        return path
+
+    def last_checkpoint(self) -> str:
+        path = checkpoints.latest(self.run.checkpoints)
+        return f"the last checkpoint is {path}" if path else "no checkpoint was saved yet"
+
+    def _model_tensors(self) -> dict[str, Tensor]:
+        """Parameters and persistent buffers, tied ones once."""
+        seen: set[int] = set()
+        tensors: dict[str, Tensor] = {}
+        for name, tensor in self.model.state_dict().items():
+            if tensor.data_ptr() not in seen or tensor.numel() == 0:
+                seen.add(tensor.data_ptr())
+                tensors[f"model/{name}"] = tensor
+        return tensors
+
+    def _to_device(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {key: value.to(self.device, non_blocking=True) for key, value in batch.items()}

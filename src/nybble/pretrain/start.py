@@ -1,0 +1,159 @@
+"""Puts a run together from its settings, and brings it to an end."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nybble.analysis.plots import plot_loss
+from nybble.checkpoints.hub import save_model
+from nybble.checkpoints.identity import digest
+from nybble.data import Dataset, Loader
+from nybble.layers import Report, convert
+from nybble.models import Inkling2ForCausalLM, presets
+from nybble.pretrain import metrics
+from nybble.pretrain.config import PretrainConfig
+from nybble.pretrain.configfile import dump, flatten
+from nybble.pretrain.device import numerics_status, pick_device
+from nybble.pretrain.loop import train
+from nybble.pretrain.runfolder import RunFolder, environment
+from nybble.pretrain.session import Session
+from nybble.pretrain.sinks import open_sinks
+from nybble.pretrain.stop import StopRequest
+from nybble.recipes import Recipe, load_recipe
+
+
+def pretrain(config: PretrainConfig, *, resume: bool = False, overwrite: bool = False) -> int:
+    """Trains, and returns the exit status: 0 at the last step, 128 + signal for a run that a signal stopped.
+
+    All that can be wrong with the settings is found before the run folder is touched.
+    """
+    device = pick_device(config.device)
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    dataset = Dataset.open(config.data)
+    recipe = load_recipe(config.recipe)
+    train_data, held_out = _loaders(config, dataset)
+    model, report = build_model(config, dataset, recipe, device)
+
+    run = RunFolder(config.run_folder, resume=resume, overwrite=overwrite)
+    session = Session(
+        config=config,
+        run=run,
+        model=model,
+        train_data=train_data,
+        held_out_data=held_out,
+        identity=_identity(model, recipe, dataset),
+        export=partial(_export, dataset=dataset, recipe=recipe),
+        device=device,
+    )
+    try:
+        start = session.restore() if resume else None
+        status = numerics_status(device)
+        run.write("config.toml", dump(dataclasses.replace(config, out=run.path)))
+        run.write("env.json", environment(device, status))
+        run.write("precision.txt", report.table())
+        _introduce(session, report, dataset, status, start if resume else None, resume)
+        session.sinks += open_sinks(config.log, run.path, flatten(config), session.step)
+        with StopRequest() as stop:
+            rows = train(session, stop)
+        return _conclude(session, rows, dataset, stop)
+    finally:
+        session.close()
+
+
+def build_model(
+    config: PretrainConfig, dataset: Dataset, recipe: Recipe, device: torch.device
+) -> tuple[Inkling2ForCausalLM, Report]:
+    """The preset's model with random weights, converted; the same weights for a seed on every device."""
+    vocabulary = config.vocab_size or dataset.vocab_size
+    dataset.check_model_vocab(vocabulary)
+    model_config = presets.get(config.preset).model_config(
+        vocab_size=vocabulary,
+        unpadded_vocab_size=vocabulary,
+        eos_token_id=dataset.eot_id,
+        bos_token_id=None,
+        pad_token_id=dataset.tokenizer.pad_id,
+    )
+    torch.manual_seed(config.seed)
+    model = Inkling2ForCausalLM(model_config)
+    if recipe.masters == "bf16":
+        model.to(torch.bfloat16)
+    model.to(device)
+    report = convert(model, recipe)
+    model.checkpoint_layers(config.activation_checkpointing)
+    if config.compile:
+        model.compile()
+    return model, report
+
+
+def _loaders(config: PretrainConfig, dataset: Dataset) -> tuple[Loader, Any]:
+    shape = {"batch_size": config.batch.batch, "seq_len": config.batch.sequence, "seed": config.seed}
+    train_data = Loader(dataset, "train", doc_ids=config.batch.mask_documents, **shape)
+    val_data = Loader(dataset, "val", doc_ids=config.batch.mask_documents, **shape)
+
+    def held_out() -> Iterator[dict[str, Tensor]]:
+        return val_data.eval_batches(config.validation.val_batches)
+
+    return train_data, held_out
+
+
+def _identity(model: Inkling2ForCausalLM, recipe: Recipe, dataset: Dataset) -> dict[str, Any]:
+    architecture = {k: v for k, v in model.config.to_dict().items() if k != "transformers_version"}
+    return {
+        "model": {
+            k: v if isinstance(v, int | float | str | bool) else digest(v)[:12]
+            for k, v in architecture.items()
+        },
+        "recipe": recipe.hash(),
+        "data": dataset.sha256,
+    }
+
+
+def _export(model: Inkling2ForCausalLM, checkpoint: Path, *, dataset: Dataset, recipe: Recipe) -> None:
+    save_model(checkpoint / "model", model, dataset.tokenizer, recipe)
+
+
+def _introduce(
+    session: Session, report: Report, dataset: Dataset, status: str, start: Path | None, resume: bool
+) -> None:
+    config = session.config
+    parameters = sum(p.numel() for p in session.model.parameters())
+    tokens = config.schedule.steps * config.batch.tokens_per_step
+    print(report.table())
+    print(f"device  {status}")
+    print(f"model   {config.preset}, {parameters / 1e6:.1f} M parameters")
+    print(
+        f"data    {dataset.folder}: {len(dataset.shards('train'))} tokens to train on, "
+        f"unigram entropy of the held-out text {dataset.splits['val'].unigram_entropy:.4f} nats a token"
+    )
+    print(f"run     {session.run.path}, {config.schedule.steps} steps, {tokens} tokens")
+    if start is not None:
+        print(f"resume  from {start}")
+    elif resume:
+        print("resume  no checkpoint was saved yet, so from the first step")
+
+
+def _conclude(session: Session, rows: list[dict[str, Any]], dataset: Dataset, stop: StopRequest) -> int:
+    """Plot, last lines and status."""
+    config, run = session.config, session.run
+    unigram = dataset.splits["val"].unigram_entropy
+    title = f"{config.preset}, recipe {config.recipe}, {dataset.source}"
+    plot_loss(rows, run.path / "plots" / "loss.png", title=title, unigram_entropy=unigram)
+    if session.step < config.schedule.steps:
+        print(f"stopped: step {session.step} is saved; go on with --resume")
+        return 128 + stop.signum
+    final = rows[-1]
+    gap = unigram - final["val_loss"]
+    print(
+        f"done    validation loss {final['val_loss']:.4f} nats a token, {abs(gap):.4f} "
+        f"{'below' if gap >= 0 else 'ABOVE'} the unigram entropy {unigram:.4f}; "
+        f"{metrics.duration(session.elapsed_s)}; {run.path}/plots/loss.png"
+    )
+    return 0

@@ -1,0 +1,155 @@
+"""What the user can mend ends with one line on stderr and status 1, wrong flags with 2; help is quick."""
+
+import errno
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import nybble.models  # noqa: F401 - here, so that what other packages print at import is in no test's output
+from nybble import cli
+from nybble.errors import NybbleError
+
+
+def fails(capsys: pytest.CaptureFixture[str], words: str, status: int = 1) -> str:
+    assert cli.main(words.split()) == status
+    captured = capsys.readouterr()
+    assert captured.err.startswith("error: ")
+    assert captured.err.count("\n") == 1
+    assert "Traceback" not in captured.err
+    return captured.err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("pretrain", "name the model to train: tiny, small"),
+        ("pretrain tinny", "unknown preset 'tinny'; the presets are tiny, small"),
+        (
+            "pretrain tiny --data {tmp}/absent",
+            "absent is not a prepared dataset (no dataset.json): run `nybble prepare`",
+        ),
+        ("pretrain tiny --lr -1", "lr is -1.0; it must be above 0"),
+        ("pretrain tiny --config {tmp}/absent.toml", "absent.toml: no such settings file"),
+        (
+            "pretrain tiny --config {tmp}/typo.toml",
+            "typo.toml: unknown key 'optimiser.lrr'; did you mean optimiser.lr?",
+        ),
+        ("pretrain tiny --resume --out {tmp}/absent", "holds no run to resume"),
+        ("pretrain tiny --resume --overwrite", "give one of them"),
+        ("prepare {tmp}/absent.txt --out {tmp}/data", "absent.txt"),
+        ("sample {tmp}/absent", "absent does not exist"),
+        ("sample {tmp}", "is no run, no checkpoint and no folder with a model"),
+        ("sample {tmp} --top-p 0", "top_p is 0.0"),
+        ("sample {tmp} --temperature -1", "temperature is -1.0"),
+        ("sample {tmp} --max-new-tokens 0", "max_new_tokens is 0"),
+        ("recipes inklink", "unknown recipe 'inklink'"),
+        ("recipes {tmp}/format.toml", "nvfp5"),
+        ("inspect tinny", "unknown preset 'tinny'"),
+        ("inspect tiny --recipe {tmp}/nothing.toml", "nothing.toml:2"),
+    ],
+)
+def test_each_mistake_gives_one_line_that_names_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: str, message: str
+) -> None:
+    (tmp_path / "typo.toml").write_text("[optimiser]\nlrr = 1\n")
+    (tmp_path / "format.toml").write_text('[[rule]]\nmodules = "**"\nall = "nvfp5"\n')
+    (tmp_path / "nothing.toml").write_text('name = "x"\n[[rule]]\nmodules = "absent.*"\nall = "mxfp8"\n')
+    assert message in fails(capsys, words.format(tmp=tmp_path))
+
+
+def test_a_wrong_recipe_or_vocabulary_stops_before_the_run_folder_is_made(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from micro import make_data
+
+    data = make_data(tmp_path)
+    run = f"pretrain tiny --data {data} --out {tmp_path}/run"
+    assert "did you mean 'inkling'" in fails(capsys, f"{run} --recipe inklin")
+    assert "vocabulary of" in fails(capsys, f"{run} --vocab-size 100")
+    assert not (tmp_path / "run").exists()
+    assert "shorten seq_len" in fails(capsys, f"{run} --sequence 100000")
+
+
+def test_unknown_verbs_and_flags_have_status_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "did you mean pretrain?" in fails(capsys, "pretain", status=2)
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["sample", "x", "--promt", "y"])
+    assert stopped.value.code == 2
+    assert cli.main([]) == 2
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "line"),
+    [
+        (NybbleError("two\nlines"), 1, "error: two lines\n"),
+        (
+            OSError(errno.ENOSPC, "No space left on device", "runs/x"),
+            1,
+            "error: runs/x: No space left on device\n",
+        ),
+        (KeyboardInterrupt(), 130, "error: interrupted\n"),
+    ],
+)
+def test_errors_of_a_verb_become_one_line(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    error: BaseException,
+    status: int,
+    line: str,
+) -> None:
+    def verb(_words: list[str]) -> int:
+        raise error
+
+    monkeypatch.setattr("nybble.commands.recipes.main", verb)
+    assert cli.main(["recipes"]) == status
+    assert capsys.readouterr().err == line
+
+
+def test_a_bug_and_debug_keep_the_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def bug(_words: list[str]) -> int:
+        raise TypeError("a bug")
+
+    monkeypatch.setattr("nybble.commands.recipes.main", bug)
+    with pytest.raises(TypeError):
+        cli.main(["recipes"])
+    monkeypatch.undo()
+    with pytest.raises(NybbleError):
+        cli.main(["recipes", "absent", "--debug"])
+
+
+def test_help_imports_neither_torch_nor_transformers_and_lists_every_verb() -> None:
+    code = (
+        "import sys, json; from nybble.cli import main; status = main(['--help']);"
+        "print(json.dumps([status, sorted({'torch', 'transformers', 'numba', 'numpy'} & set(sys.modules))]))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
+    *text, last = done.stdout.splitlines()
+    assert json.loads(last) == [0, []]
+    for verb in cli.VERBS:
+        assert any(line.split()[:1] == [verb] for line in text)
+    assert done.stderr == ""
+
+
+def test_every_verb_has_help(capsys: pytest.CaptureFixture[str]) -> None:
+    for verb in cli.VERBS:
+        with pytest.raises(SystemExit) as stopped:
+            cli.main([verb, "--help"])
+        assert stopped.value.code == 0
+        assert f"usage: nybble {verb}" in capsys.readouterr().out
+
+
+def test_recipes_and_inspect_show_what_they_say(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["recipes"]) == 0
+    listed = capsys.readouterr().out
+    assert {"bf16", "mxfp8", "inkling", "mxfp4", "fp8"} <= {line.split()[0] for line in listed.splitlines()}
+    assert cli.main(["recipes", "inkling"]) == 0
+    assert 'format = "nvfp4"' in capsys.readouterr().out
+    assert cli.main(["inspect", "tiny", "--recipe", "mxfp8"]) == 0
+    shown = capsys.readouterr().out
+    assert "mlp.experts" in shown
+    assert "mxfp8" in shown
