@@ -2,9 +2,9 @@
 
     python benchmarks/recipes_cpu.py --data data/sotu --steps 300 --seeds 3 --jobs 2
 
-Each run is `nybble pretrain` in a process of its own with one thread, so that its losses do not depend on how many run
-side by side. Prints Markdown: validation loss per seed, the mean, and the mean and standard deviation of the paired
-difference to the baseline (the first recipe).
+Each run is `nybble pretrain` in a process of its own with one thread, so that its losses do not depend on
+how many run side by side. Prints Markdown: validation loss per seed, the mean, and the mean and deviation of
+the paired difference to the baseline (the first recipe).
 """
 
 import json
@@ -40,11 +40,17 @@ def final_loss(config: Config, recipe: str, seed: int) -> float:
     metrics = run / "metrics.jsonl"
     rows = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
     if not rows or rows[-1]["step"] != config.steps:
-        command = [
-            sys.executable, "-m", "nybble", "pretrain", config.preset, "--recipe", recipe, "--data", str(config.data),
-            "--out", str(run), "--steps", str(config.steps), "--seed", str(seed), "--threads", "1", "--device", "cpu",
-            "--overwrite",
-        ]  # fmt: skip
+        settings = {
+            "--recipe": recipe,
+            "--data": config.data,
+            "--out": run,
+            "--steps": config.steps,
+            "--seed": seed,
+            "--threads": 1,
+            "--device": "cpu",
+        }
+        flags = [str(word) for pair in settings.items() for word in pair]
+        command = [sys.executable, "-m", "nybble", "pretrain", config.preset, *flags, "--overwrite"]
         env = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
         done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
         if done.returncode:
