@@ -3,9 +3,10 @@
 Importing this package registers them.
 """
 
-from nybble.kernels import cpu
+from nybble.kernels import cpu, cuda
 from nybble.kernels.dispatch import can_run, reference_only
 
 cpu.register()
+cuda.register()
 
 __all__ = ["can_run", "reference_only"]

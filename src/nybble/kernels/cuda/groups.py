@@ -15,8 +15,8 @@ def row_groups(offs_ptr, group_ptr, rows, groups, N: tl.constexpr, G: tl.constex
 
 
 @triton.jit
-def block_table(offs_ptr, start_ptr, count_ptr, blocks, groups, BLOCK: tl.constexpr, N: tl.constexpr, G: tl.constexpr):
-    """First row and number of rows of each padded block along the tokens, -1 where no group has it; both int32."""
+def block_table(offs_ptr, start_ptr, count_ptr, group_ptr, blocks, groups, BLOCK: tl.constexpr, N: tl.constexpr, G: tl.constexpr):
+    """First row, number of rows (-1 where no group has it) and group of each padded block along the tokens; int32."""
     b = tl.program_id(0) * N + tl.arange(0, N)
     g = tl.arange(0, G)
     end = tl.load(offs_ptr + g, mask=g < groups, other=0)
@@ -30,3 +30,4 @@ def block_table(offs_ptr, start_ptr, count_ptr, blocks, groups, BLOCK: tl.conste
     used = tl.sum(mine.to(tl.int32), axis=1) > 0
     tl.store(start_ptr + b, start, mask=b < blocks)
     tl.store(count_ptr + b, tl.where(used, tl.minimum(stop - start, BLOCK), -1), mask=b < blocks)
+    tl.store(group_ptr + b, tl.sum(tl.where(mine, g[None, :], 0), axis=1), mask=b < blocks)

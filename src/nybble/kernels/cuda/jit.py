@@ -5,6 +5,8 @@ spelling for (rounding towards zero, the reciprocal, E4M3 conversions); where it
 Triton. Both give the same bits.
 """
 
+from functools import cache
+
 import torch
 import triton
 
@@ -12,6 +14,7 @@ INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
 MIN_CAPABILITY = (9, 0)
 
 
+@cache
 def use_asm(device: torch.device) -> bool:
     """Whether kernels on `device` may use Hopper's instructions."""
     return not INTERPRETED and torch.cuda.get_device_capability(device) >= MIN_CAPABILITY

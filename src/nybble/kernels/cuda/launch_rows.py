@@ -163,7 +163,7 @@ def quantize_rows(
         OUTER=outer, OUTER_MAX=fmt.outer_max or 0.0, OVER_SIX=fmt.four_over_six, STOCHASTIC=draw.stochastic,
         VALUES=values is not None, IN_BF16=x.bf16, OUT_BF16=out_bf16, HAS_ROWS=draw.rows is not None,
         HAS_OFFS=offs is not None, HAS_GROUP=group is not None, ALIGNED=x.columns % 8 == 0, ROW_AXIS=axis,
-        SINGLE=units <= n, N=n, CHUNKS=unit // 8, ASM=use_asm(x.x.device), num_warps=warps, enable_fp_fusion=False,
+        LOOPS=cdiv(units, n) if whole else 1, N=n, CHUNKS=unit // 8, ASM=use_asm(x.x.device), num_warps=warps, enable_fp_fusion=False,
     )  # fmt: skip
 
 

@@ -141,7 +141,7 @@ def quantize_rows(
     HAS_GROUP: tl.constexpr,
     ALIGNED: tl.constexpr,
     ROW_AXIS: tl.constexpr,  # of the grid; the other one counts tiles of a row
-    SINGLE: tl.constexpr,  # a row fits one tile
+    LOOPS: tl.constexpr,  # tiles of a row that one program goes through
     N: tl.constexpr,  # units of a tile
     CHUNKS: tl.constexpr,
     ASM: tl.constexpr,
@@ -156,7 +156,6 @@ def quantize_rows(
     WHOLE_ROW: tl.constexpr = OUTER == OUTER_ROW or BLOCK_UNITS == 0
     outer_amax = 0.0
     row_bad = False
-    LOOP: tl.constexpr = WHOLE_ROW and not SINGLE
     first = tl.arange(0, N)
     u = tile.to(tl.int64) * N + first
     mask = u < units
@@ -166,8 +165,8 @@ def quantize_rows(
         t = top(m)
         row_bad = t >= rule.INFINITE
         t = finite_top(raws, m, CHUNKS, IN_BF16)
-        if LOOP:
-            for i in range(1, tl.cdiv(units, N)):
+        if LOOPS > 1:
+            for i in range(1, LOOPS):
                 v = (i * N + first).to(tl.int64)
                 more = load_unit(x_ptr, row_start, v, (v < units) & inside, CHUNKS, IN_BF16)
                 mm = unit_magnitude(more, CHUNKS, IN_BF16, ASM)
@@ -189,35 +188,39 @@ def quantize_rows(
     e_row = row
     if HAS_ROWS:
         e_row = tl.load(rows_ptr + row)
-    _finish(
+    finish_units(
         raws, m, u, mask, row, e_row, row_bad, outer_amax, s_enc, s_dec,
         codes_ptr, scales_ptr, values_ptr, key_ptr, columns, value_stride, units, tag,
         E2M1, ELEMENT_MAX, SCALE, BLOCK_UNITS, OUTER_MAX, OVER_SIX, STOCHASTIC, VALUES,
-        IN_BF16, OUT_BF16, ALIGNED, N, CHUNKS, ASM,
+        IN_BF16, OUT_BF16, ALIGNED, 0, N, CHUNKS, ASM,
     )  # fmt: skip
-    if LOOP:
-        for i in range(1, tl.cdiv(units, N)):
+    if LOOPS > 1:
+        for i in range(1, LOOPS):
             v = (i * N + first).to(tl.int64)
             more = load_unit(x_ptr, row_start, v, (v < units) & inside, CHUNKS, IN_BF16)
             mm = unit_magnitude(more, CHUNKS, IN_BF16, ASM)
-            _finish(
+            finish_units(
                 more, mm, v, v < units, row, e_row, row_bad, outer_amax, s_enc, s_dec,
                 codes_ptr, scales_ptr, values_ptr, key_ptr, columns, value_stride, units, tag,
                 E2M1, ELEMENT_MAX, SCALE, BLOCK_UNITS, OUTER_MAX, OVER_SIX, STOCHASTIC, VALUES,
-                IN_BF16, OUT_BF16, ALIGNED, N, CHUNKS, ASM,
+                IN_BF16, OUT_BF16, ALIGNED, 0, N, CHUNKS, ASM,
             )  # fmt: skip
 
 
 @triton.jit
-def _finish(
+def finish_units(
     raws, m, u, mask, row, e_row, row_bad, outer_amax, s_enc, s_dec,
     codes_ptr, scales_ptr, values_ptr, key_ptr, columns, value_stride, units, tag,
     E2M1: tl.constexpr, ELEMENT_MAX: tl.constexpr, SCALE: tl.constexpr, BLOCK_UNITS: tl.constexpr, OUTER_MAX: tl.constexpr,
     OVER_SIX: tl.constexpr, STOCHASTIC: tl.constexpr, VALUES: tl.constexpr, IN_BF16: tl.constexpr, OUT_BF16: tl.constexpr,
-    ALIGNED: tl.constexpr, N: tl.constexpr, CHUNKS: tl.constexpr, ASM: tl.constexpr,
+    ALIGNED: tl.constexpr, SQUARE: tl.constexpr, N: tl.constexpr, CHUNKS: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """Scale, round and store the units of one tile, whose magnitudes are m (bits)."""
-    if BLOCK_UNITS > 1:
+    """Scale, round and store the units u of one tile.
+
+    m is the magnitude (bits) of each unit, or of its whole block where blocks are square; `row` and `e_row` are scalars, or one
+    row a unit in that case. `row_bad` holds what the rest of the block says where m cannot.
+    """
+    if SQUARE == 0 and BLOCK_UNITS > 1:
         most = tl.max(tl.reshape(m.to(tl.int32), (N // BLOCK_UNITS, BLOCK_UNITS)), axis=1)
         most = tl.broadcast_to(most[:, None], (N // BLOCK_UNITS, BLOCK_UNITS))
         m = tl.reshape(most, (N,)).to(tl.uint32)
@@ -271,7 +274,11 @@ def _finish(
         mul = tl.where(four, mul4, mul)
 
     if not VALUES:
-        if BLOCK_UNITS == 0:
+        if SQUARE > 0:
+            tall = (row // SQUARE) * tl.cdiv(units, BLOCK_UNITS) + u // BLOCK_UNITS
+            corner = mask & (row % SQUARE == 0) & (u % BLOCK_UNITS == 0)
+            tl.store(scales_ptr + tall, scale if SCALE == rule.FP32 else byte.to(tl.uint8), mask=corner)
+        elif BLOCK_UNITS == 0:
             tl.store(scales_ptr + (row + u * 0), scale, mask=u == 0)
         elif BLOCK_UNITS == 1:
             tl.store(scales_ptr + (row * units + u), byte.to(tl.uint8), mask=mask)
@@ -292,7 +299,7 @@ def _finish(
             else:
                 words = words + (tl.where(bad, 0, e2m1_word(t, sign_nibbles(raws[c], IN_BF16, ASM), STOCHASTIC)).to(tl.uint32),)
         else:
-            w0, w1 = _e4m3_words(raws[c], mul, draws[c], STOCHASTIC, SCALE, IN_BF16, ASM)
+            w0, w1 = e4m3_words(raws[c], mul, draws[c], STOCHASTIC, SCALE, IN_BF16, ASM)
             if VALUES:
                 q = e4m3_values(w0, ASM) + e4m3_values(w1, ASM)
                 v = ()
@@ -307,7 +314,7 @@ def _finish(
 
 
 @triton.jit
-def _e4m3_words(raw, mul, draws, STOCHASTIC: tl.constexpr, SCALE: tl.constexpr, BF16: tl.constexpr, ASM: tl.constexpr):
+def e4m3_words(raw, mul, draws, STOCHASTIC: tl.constexpr, SCALE: tl.constexpr, BF16: tl.constexpr, ASM: tl.constexpr):
     """Eight elements times mul as E4M3 bytes in two uint32."""
     if STOCHASTIC:
         # Under the rounded-up scale nothing exceeds 448 by enough to round beyond it.

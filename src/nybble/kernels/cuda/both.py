@@ -1,0 +1,105 @@
+"""MXFP8 values along the features and along the tokens from one read: the two forms of an output gradient."""
+
+import triton
+import triton.language as tl
+
+from nybble.kernels.cuda import scales as rule
+from nybble.kernels.cuda.columns import column_words, load_source, over_lanes, tile_maxima, to_lanes
+from nybble.kernels.cuda.draws import draw_words, load_key
+from nybble.kernels.cuda.elements import e4m3_values
+from nybble.kernels.cuda.registers import magnitude, magnitude_bits, store_values
+from nybble.kernels.cuda.rows import e4m3_words
+
+
+@triton.jit
+def fake_quantize_both(
+    x_ptr,
+    along_rows_ptr,  # values whose blocks run along the features
+    along_columns_ptr,  # values whose blocks run along the tokens
+    key_ptr,
+    rows_ptr,
+    start_ptr,
+    count_ptr,
+    row_stride,
+    columns,
+    tokens,
+    blocks,
+    tag_rows,
+    tag_columns,
+    SCALE: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    SOURCE: tl.constexpr,
+    OUT_BF16: tl.constexpr,
+    HAS_ROWS: tl.constexpr,
+    GROUPED: tl.constexpr,
+    W: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    """x [T, C], C a multiple of 8; a warp takes 32 tokens x 64 features, as in `columns.py`."""
+    BF16: tl.constexpr = SOURCE == 0
+    n = tl.arange(0, 32 * W)
+    column = (tl.program_id(0) * 8 + n % 8) * 8
+    block = tl.program_id(1) * W + n // 32
+    first = (n // 8) % 4 * 8
+    has_block = block < blocks
+    if GROUPED:
+        start = tl.load(start_ptr + block, mask=has_block, other=0)
+        count = tl.load(count_ptr + block, mask=has_block, other=0)
+    else:
+        start = block * 32
+        count = tl.minimum(tokens - start, 32)
+    inside = has_block & (column < columns)
+    row = (start + first).to(tl.int64)
+    column = column.to(tl.int64)
+
+    raws = ()
+    zeros = ()
+    draws = ()
+    for i in tl.static_range(8):
+        mask = inside & (first + i < count)
+        raw, _, _ = load_source(x_ptr, None, None, None, row + i, 0, row_stride, column, columns, mask, SOURCE, False, 1, ASM)
+        raws = raws + (raw,)
+        zeros = zeros + (0.0,)
+
+    for i in tl.static_range(8):
+        m = magnitude_bits(magnitude(raws[i], BF16, ASM), BF16)
+        m = tl.max(tl.reshape(m.to(tl.int32), (8 * W, 4)), axis=1)
+        m = tl.reshape(tl.broadcast_to(m[:, None], (8 * W, 4)), (32 * W,)).to(tl.uint32)
+        byte = rule.e8m0_byte(m, 448.0, SCALE)
+        scale = rule.e8m0_value(byte)
+        mask = inside & (first + i < count)
+        if STOCHASTIC:
+            e_row = row + i
+            if HAS_ROWS:
+                e_row = tl.load(rows_ptr + e_row, mask=mask, other=0)
+            e = e_row * columns + column
+            words = draw_words(e, load_key(key_ptr), tag_rows.to(tl.uint32), True)
+            draws = draws + (draw_words(e, load_key(key_ptr), tag_columns.to(tl.uint32), True),)
+        else:
+            words = (0, 0, 0, 0)
+            draws = draws + (words,)
+        w0, w1 = e4m3_words(raws[i], rule.e8m0_multiplier(byte), words, STOCHASTIC, SCALE, BF16, ASM)
+        q = e4m3_values(w0, ASM) + e4m3_values(w1, ASM)
+        v = ()
+        for j in tl.static_range(8):
+            v = v + (q[j] * scale,)
+        store_values(along_rows_ptr, (row + i) * columns + column, v, mask, OUT_BF16, ASM)
+
+    maxima = tile_maxima(raws, zeros, zeros, SOURCE, ASM)
+    muls = ()
+    scales = ()
+    for j in tl.static_range(8):
+        byte = rule.e8m0_byte(over_lanes(maxima[j], W, 4, 8), 448.0, SCALE)
+        muls = muls + (to_lanes(rule.e8m0_multiplier(byte), W, 4, 8),)
+        scales = scales + (to_lanes(rule.e8m0_value(byte), W, 4, 8),)
+    for h in tl.static_range(2):
+        words = column_words(raws, zeros, zeros, draws, muls, h, SCALE, STOCHASTIC, SOURCE, ASM)
+        quads = ()
+        for j in tl.static_range(8):
+            quads = quads + (e4m3_values(words[j], ASM),)
+        for i in tl.static_range(4):
+            v = ()
+            for j in tl.static_range(8):
+                v = v + (quads[j][i] * scales[j],)
+            mask = inside & (first + (4 * h + i) < count)
+            store_values(along_columns_ptr, (row + (4 * h + i)) * columns + column, v, mask, OUT_BF16, ASM)

@@ -1,0 +1,80 @@
+"""Codes back to values, and the outer decode scale of each row."""
+
+import triton
+import triton.language as tl
+
+from nybble.kernels.cuda import scales as rule
+from nybble.kernels.cuda.elements import e4m3_values, value
+from nybble.kernels.cuda.registers import load_e4m3, store_values
+
+
+@triton.jit
+def row_decode_scales(amax_ptr, group_ptr, out_ptr, rows, OUTER_MAX: tl.constexpr, HAS_GROUP: tl.constexpr, N: tl.constexpr):
+    """S_dec of each row: of its group's amax, or of its own."""
+    row = tl.program_id(0) * N + tl.arange(0, N)
+    mask = row < rows
+    which = row
+    if HAS_GROUP:
+        which = tl.load(group_ptr + row, mask=mask, other=0)
+    s = rule.encode_scale(tl.load(amax_ptr + which, mask=mask, other=0.0), OUTER_MAX)
+    tl.store(out_ptr + row, tl.div_rn(tl.full((N,), 1.0, tl.float32), s), mask=mask)
+
+
+@triton.jit
+def decode_rows(
+    codes_ptr,  # int32 words
+    scales_ptr,
+    sdec_ptr,
+    values_ptr,
+    words,  # of eight elements, in a row
+    block_words,  # of a block along the row
+    scale_columns,
+    E2M1: tl.constexpr,
+    SCALE: tl.constexpr,
+    SCALE_ROWS: tl.constexpr,
+    SDEC: tl.constexpr,  # 0: none, 1: one, 2: one a row
+    OUT_BF16: tl.constexpr,
+    ROW_AXIS: tl.constexpr,
+    N: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    """Rows of codes [R, 8 * words] to values."""
+    row = tl.program_id(ROW_AXIS).to(tl.int64)
+    w = (tl.program_id(1 - ROW_AXIS) * N + tl.arange(0, N)).to(tl.int64)
+    mask = w < words
+    at = (row // SCALE_ROWS) * scale_columns + w // block_words
+    if SCALE == rule.E4M3:
+        scale = load_e4m3(scales_ptr, at, mask, ASM)
+    elif SCALE == rule.FP32:
+        scale = tl.load(scales_ptr + at, mask=mask, other=0.0)
+    else:
+        scale = rule.e8m0_value(tl.load(scales_ptr + at, mask=mask, other=0).to(tl.uint32))
+    if E2M1:
+        word = tl.load(codes_ptr + row * words + w, mask=mask, other=0).to(tl.uint32, bitcast=True)
+        q = ()
+        for j in tl.static_range(8):
+            field = (word << (22 - 4 * j)) if j < 6 else (word >> (4 * j - 22))
+            sign = (word << (28 - 4 * j)) & 0x80000000
+            q = q + (value((field & 0x01C00000) | sign) * 2.0**126,)
+    else:
+        at = (row * words + w)[:, None] * 2 + tl.arange(0, 2)[None, :]
+        low, high = tl.split(tl.load(codes_ptr + at, mask=mask[:, None], other=0).to(tl.uint32, bitcast=True))
+        q = e4m3_values(low, ASM) + e4m3_values(high, ASM)
+    s_dec = 1.0
+    if SDEC == 1:
+        s_dec = tl.load(sdec_ptr)
+    if SDEC == 2:
+        s_dec = tl.load(sdec_ptr + row)
+    v = ()
+    for j in tl.static_range(8):
+        v = v + ((q[j] * scale) * s_dec if SDEC > 0 else q[j] * scale,)
+    store_values(values_ptr, (row * words + w) * 8, v, mask, OUT_BF16, ASM)
+
+
+@triton.jit
+def zero_tail(values_ptr, offs_ptr, columns, groups, N: tl.constexpr):
+    """Zero the rows at or beyond the last offset of values [T, C]; a program takes N columns of a row."""
+    row = tl.program_id(0).to(tl.int64)
+    if row >= tl.load(offs_ptr + groups - 1):
+        c = tl.program_id(1) * N + tl.arange(0, N)
+        tl.store(values_ptr + (row * columns + c), tl.zeros((N,), tl.float32), mask=c < columns)

@@ -1,0 +1,159 @@
+"""Launches of `columns.py`: sources described, token groups looked up, outputs padded to whole blocks."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nybble.formats import blocks
+from nybble.formats.table import Format
+from nybble.kernels.cuda import columns as column_kernel
+from nybble.kernels.cuda import decode as decode_kernel
+from nybble.kernels.cuda import groups as group_kernel
+from nybble.kernels.cuda.jit import cdiv, use_asm
+from nybble.kernels.cuda.launch_rows import GRID_LIMIT, SCALES, Draw, pow2
+
+WARPS = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """What is quantised along its tokens: values [lead, T, C], or NVFP4 codes of such."""
+
+    shape: tuple[int, int, int]
+    """Logical, (lead, T, C); C is a multiple of 8."""
+    x: Tensor | None = None
+    """[lead, T, C] with unit stride along C, BF16 or FP32, 16-byte aligned."""
+    codes: Tensor | None = None
+    scales: Tensor | None = None
+    s_dec: Tensor | None = None
+    """FP32, one, or one for each of the lead * T rows."""
+    scale_rows: int = 1
+    """Rows that share a block scale."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where it lives."""
+        some = self.x if self.x is not None else self.codes
+        assert some is not None
+        return some.device
+
+    @property
+    def kind(self) -> int:
+        """The kernels' SOURCE."""
+        if self.x is None:
+            return column_kernel.NVFP4.value
+        return (column_kernel.BF16 if self.x.dtype == torch.bfloat16 else column_kernel.FP32).value
+
+    @property
+    def pointer(self) -> Tensor | None:
+        """x as the kernel gets it."""
+        return self.x.view(torch.int32) if self.x is not None and self.x.dtype == torch.bfloat16 else self.x
+
+
+def as_source(x: Tensor) -> Source:
+    """x [T, C] or [lead, T, C], copied only where its layout or its last columns need it."""
+    if x.dtype == torch.float16:
+        x = x.to(torch.float32)
+    x = x.unsqueeze(0) if x.dim() == 2 else x
+    columns = x.shape[-1]
+    align = 16 // x.element_size()
+    fits = (
+        columns % 8 == 0 and x.stride(-1) == 1 and x.stride(0) % align == 0 and x.stride(1) % align == 0
+        and x.data_ptr() % 16 == 0
+    )  # fmt: skip
+    if not fits:
+        copy = x.new_zeros(*x.shape[:-1], cdiv(columns, 8) * 8)
+        copy[..., :columns] = x
+        x = copy
+    return Source(shape=(x.shape[0], x.shape[1], x.shape[2]), x=x)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """Where each padded block of tokens lies, on the device."""
+
+    start: Tensor
+    count: Tensor
+    group: Tensor
+
+
+def block_table(offs: Tensor, count: int, block: int) -> Table:
+    """The table of `count` padded blocks of groups that end at `offs`."""
+    start, rows, group = (torch.empty(count, dtype=torch.int32, device=offs.device) for _ in range(3))
+    n, g = 128, offs.shape[0]
+    group_kernel.block_table[(cdiv(count, n),)](offs, start, rows, group, count, g, BLOCK=block, N=n, G=pow2(g))
+    return Table(start=start, count=rows, group=group)
+
+
+def quantize_columns(
+    source: Source,
+    fmt: Format,
+    columns: int,
+    outer: int,
+    amax: Tensor | None,
+    offs: Tensor | None,
+    draw: Draw,
+    *,
+    dtype: torch.dtype | None = None,
+    warps: int = WARPS,
+) -> tuple[Tensor, ...]:
+    """Quantise along tokens: (codes [lead, C', P], scales [lead, C', blocks]), or (values [lead, T, C'],) of `dtype`.
+
+    Args:
+        columns: C of the logical tensor, by which draws are counted; the results have C' = C of the source.
+        outer: the kernel's OUTER; `amax` is read.
+    """
+    lead, tokens, width = source.shape
+    assert fmt.block_cols is not None
+    block = fmt.block_cols
+    count = cdiv(tokens, block) if offs is None else blocks.capacity(fmt, tokens, offs.shape[0]) // block
+    device = source.device
+    codes = scales = values = None
+    if dtype is None:
+        per_row = count * block // (2 if fmt.packed else 1)
+        codes = torch.empty(lead, width, per_row, dtype=torch.uint8, device=device)
+        scales = torch.empty(lead, width, count, dtype=blocks.scale_dtype(fmt), device=device)
+    else:
+        values = torch.empty(lead, tokens, width, dtype=dtype, device=device)
+    table = None if offs is None else block_table(offs, count, block)
+    if values is not None and offs is not None:
+        zero_tail(values, offs)
+    per_warp = 32 // (block // 8) * 8
+    s_dec = source.s_dec
+    out_bf16 = dtype == torch.bfloat16
+    if count and width:
+        column_kernel.quantize_columns[(cdiv(width, per_warp), cdiv(count, warps), lead)](
+            source.pointer, None if source.codes is None else source.codes.view(torch.int32), source.scales, s_dec,
+            None if codes is None else codes.view(torch.int32), scales,
+            values.view(torch.int32) if values is not None and out_bf16 else values,
+            amax, draw.key, draw.rows,
+            None if table is None else table.start, None if table is None else table.count,
+            None if table is None else table.group,
+            0 if source.x is None else source.x.stride(1), 0 if source.x is None else source.x.stride(0),
+            width, columns, tokens, count, draw.tag,
+            E2M1=fmt.packed, ELEMENT_MAX=fmt.element_max, SCALE=SCALES[fmt.scale or "", fmt.scale_rule], BLOCK=block,
+            OUTER=outer, OUTER_MAX=fmt.outer_max or 0.0, STOCHASTIC=draw.stochastic, VALUES=values is not None,
+            SOURCE=source.kind, SDEC_ROWS=s_dec is not None and s_dec.numel() != 1, SCALE_ROWS=source.scale_rows,
+            OUT_BF16=out_bf16, HAS_ROWS=draw.rows is not None, GROUPED=offs is not None, ALIGNED=columns % 8 == 0, W=warps,
+            ASM=use_asm(device), num_warps=warps, enable_fp_fusion=False,
+        )  # fmt: skip
+    if values is not None:
+        return (values,)
+    assert codes is not None
+    assert scales is not None
+    return codes, scales
+
+
+def zero_tail(values: Tensor, offs: Tensor) -> None:
+    """Zero the rows of values [..., T, C] that belong to no group."""
+    tokens, width = values.shape[-2:]
+    n = min(4096, pow2(width))
+    if tokens and width:
+        decode_kernel.zero_tail[(tokens, cdiv(width, n))](values, offs, width, offs.shape[0], N=n)
+
+
+def too_many(lead: int, tokens: int, block: int, groups: int) -> str | None:
+    """Why a grid cannot cover so many tokens or matrices; None if it can."""
+    tiles = cdiv(tokens // block + groups + 1, WARPS)
+    return "more matrices or tokens than a grid has rows" if max(tiles, lead) > GRID_LIMIT else None
