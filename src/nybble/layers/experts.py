@@ -124,9 +124,9 @@ class _Experts(torch.autograd.Function):
         weight_key: Tensor,
         plan: Plan,
     ) -> Tensor:
-        routed = Route(order, ends, plan.k)
+        routed, groups = Route(order, ends, plan.k), ends.shape[0]
         spec = plan.up.spec
-        dtype = compute_dtype(x.device, spec.gemms.fprop.x, spec.gemms.fprop.w)
+        dtype = compute_dtype(x.device, spec.gemms.fprop.x, spec.gemms.fprop.w, "rows", groups)
         # x is quantised once a token, before it is copied to its k rows: with an outer scale a token, or
         # none, that gives the same codes.
         draw = spec.draw(Role.FPROP_X, key)._replace(rows=rows)
@@ -135,7 +135,7 @@ class _Experts(torch.autograd.Function):
         gate_up = _rows_product(values, routed, spec.gemms.fprop.x, w, spec, x.dtype)
         h = plan.activation(gate_up)
         spec = plan.down.spec
-        dtype = compute_dtype(x.device, spec.gemms.fprop.x, spec.gemms.fprop.w)
+        dtype = compute_dtype(x.device, spec.gemms.fprop.x, spec.gemms.fprop.w, "rows", groups)
         draw = spec.draw(Role.FPROP_X, key)._replace(rows=routed.draw_rows(rows))
         (h_values, h_amax), saved_h = kept.keep(h, spec.gemms, plan.keep_h, dtype, draw)
         w = plan.down.fprop(w_down, weight_key, dtype)
@@ -155,7 +155,7 @@ class _Experts(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         weights, w_up, w_down, order, ends, rows, key, weight_key, *saved = ctx.saved_tensors
         plan: Plan = ctx.plan
-        routed = Route(order, ends, plan.k)
+        routed, groups = Route(order, ends, plan.k), ends.shape[0]
         n, m = ctx.counts
         saved_x, saved_h = saved[:n], saved[n : n + m]
         x_shape, h_shape = ctx.shapes
@@ -173,7 +173,7 @@ class _Experts(torch.autograd.Function):
             # GEMM dgrad of down: dy[R,H] @ Wdown[E,H,I] -> g[R,I], before the routing weight, so that dy is
             # quantised once a token.
             dgrad = spec.gemms.dgrad
-            dtype = compute_dtype(dy.device, dgrad.dy, dgrad.w)
+            dtype = compute_dtype(dy.device, dgrad.dy, dgrad.w, "rows", groups)
             values = cast(dy, dgrad.dy, -1, dtype, spec.draw(Role.DGRAD_DY, key)._replace(rows=rows))
             w = plan.down.dgrad(w_down, weight_key, dtype)
             g = _rows_product(values, routed, dgrad.dy, w, spec, torch.float32, dgrad=True)
@@ -190,7 +190,7 @@ class _Experts(torch.autograd.Function):
                 gate_up = saved[-1]
             else:
                 fprop = spec.gemms.fprop
-                dtype = compute_dtype(dy.device, fprop.x, fprop.w)
+                dtype = compute_dtype(dy.device, fprop.x, fprop.w, "rows", groups)
                 draw = spec.draw(Role.FPROP_X, key)._replace(rows=rows)
                 values = kept.fprop_again(saved_x, spec.gemms, x_shape, dtype, draw)
                 w = plan.up.fprop(w_up, weight_key, dtype)
@@ -207,7 +207,7 @@ class _Experts(torch.autograd.Function):
                 # GEMM dgrad of up: d_up[R,2I] @ Wup[E,2I,H] -> dx[R,H], then the sum over the k rows of a
                 # token
                 dgrad = spec.gemms.dgrad
-                dtype = compute_dtype(dy.device, dgrad.dy, dgrad.w)
+                dtype = compute_dtype(dy.device, dgrad.dy, dgrad.w, "rows", groups)
                 draw = spec.draw(Role.DGRAD_DY, key)._replace(rows=pairs)
                 a, a_amax = cast(d_up, dgrad.dy, -1, dtype, draw)
                 w = plan.up.dgrad(w_up, weight_key, dtype)
@@ -250,7 +250,7 @@ def _wgrad(
 ) -> Tensor:
     """dy[R,N].T @ x[R,K] over each expert's rows: [E, N, K]."""
     wgrad = spec.gemms.wgrad
-    compute = compute_dtype(dy.device, wgrad.dy, wgrad.x)
+    compute = compute_dtype(dy.device, wgrad.dy, wgrad.x, "columns", ends.shape[0])
     a, a_amax = cast(dy, wgrad.dy, -2, compute, spec.draw(Role.WGRAD_DY, key)._replace(rows=pairs), ends)
     draw = spec.draw(Role.WGRAD_X, key)._replace(rows=pairs)
     b, b_amax = kept.wgrad_operand(saved, spec.gemms, shape, compute, draw, ends)

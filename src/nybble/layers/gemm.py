@@ -5,13 +5,19 @@ custom ops, so that a compiled graph does not look into the loop over experts; r
 zeros.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nybble.kernels.blackwell import Coded, product, product_of_groups, product_of_rows
 
-def matmul(a: Tensor, b: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+
+def matmul(a: Any, b: Any, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
     """a [M, C] @ b [C, N], times `scale` [M], [1] or [], in `dtype`; accumulated in FP32."""
+    if isinstance(a, Coded):
+        return scaled(product(a, b, dtype if scale is None else torch.float32), scale).to(dtype)
     if (
         a.device.type == "cuda"
         and a.dtype == torch.bfloat16
@@ -30,8 +36,20 @@ def scaled(y: Tensor, scale: Tensor | None) -> Tensor:
     return y.float().mul_(scale.unsqueeze(-1) if scale.dim() == 1 else scale)
 
 
+def grouped_rows(a: Any, w: Any, offs: Tensor, transpose: bool) -> Tensor:
+    """The op below, or the native product of codes."""
+    return product_of_rows(a, w, offs) if isinstance(a, Coded) else _grouped_rows(a, w, offs, transpose)
+
+
+def grouped_columns(a: Any, b: Any, offs: Tensor, dtype: torch.dtype) -> Tensor:
+    """The op below, or the native product of codes."""
+    return (
+        product_of_groups(a, b).to(dtype) if isinstance(a, Coded) else _grouped_columns(a, b, offs, dtype)
+    )
+
+
 @torch.library.custom_op("nybble::grouped_rows", mutates_args=())
-def grouped_rows(a: Tensor, w: Tensor, offs: Tensor, transpose: bool) -> Tensor:
+def _grouped_rows(a: Tensor, w: Tensor, offs: Tensor, transpose: bool) -> Tensor:
     """Each expert's rows of a [R, C] times its own matrix.
 
     w is [E, N, C] with `transpose` (a @ w[e].T, fprop) and [E, C, N] without (a @ w[e], dgrad). Returns [R,
@@ -52,7 +70,7 @@ def grouped_rows(a: Tensor, w: Tensor, offs: Tensor, transpose: bool) -> Tensor:
 
 
 @torch.library.custom_op("nybble::grouped_columns", mutates_args=())
-def grouped_columns(a: Tensor, b: Tensor, offs: Tensor, dtype: torch.dtype) -> Tensor:
+def _grouped_columns(a: Tensor, b: Tensor, offs: Tensor, dtype: torch.dtype) -> Tensor:
     """a [R, N].T @ b [R, K] over each expert's rows alone (wgrad): [E, N, K] in `dtype`, zeros for an empty
     expert."""
     if a.device.type == "cuda" and a.dtype == torch.bfloat16:
@@ -68,12 +86,12 @@ def grouped_columns(a: Tensor, b: Tensor, offs: Tensor, dtype: torch.dtype) -> T
     return out.to(dtype) if out.dtype != dtype else out
 
 
-@grouped_rows.register_fake
+@_grouped_rows.register_fake
 def _(a, w, offs, transpose):  # type: ignore[no-untyped-def]  # the op's own
     assert offs.dim() == 1
     return a.new_empty(a.shape[0], w.shape[-2] if transpose else w.shape[-1])
 
 
-@grouped_columns.register_fake
+@_grouped_columns.register_fake
 def _(a, b, offs, dtype):  # type: ignore[no-untyped-def]  # the op's own
     return a.new_empty(offs.shape[0], a.shape[1], b.shape[1], dtype=dtype)

@@ -6,7 +6,7 @@ scale and are rounded to BF16 where a GEMM computes in it.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from torch import Tensor
 import nybble.kernels  # noqa: F401  (registers the fast implementations of the ops)
 from nybble import formats
 from nybble.formats import outer as outer_scale
+from nybble.kernels import blackwell
 from nybble.recipes import Operand
 
 
@@ -29,7 +30,8 @@ class Codes(NamedTuple):
 class Values(NamedTuple):
     """Values for a GEMM, and the outer amax [R], [E], [1], [] or [0] whose scale goes into its epilogue."""
 
-    values: Tensor
+    values: Any
+    """A tensor, or `blackwell.Coded` where the GEMM multiplies codes."""
     amax: Tensor
 
 
@@ -42,13 +44,24 @@ class Draw(NamedTuple):
     rows: Tensor | None = None
 
 
+NATIVE = torch.uint8
+"""The compute dtype of a GEMM that multiplies codes: its operands are never dequantised."""
+
 _PLAIN = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
-def compute_dtype(device: torch.device, *operands: Operand) -> torch.dtype:
-    """In which dtype a GEMM of these operands is computed: BF16 on GPUs, FP32 on CPUs (no fast BF16
-    there)."""
-    full = device.type == "cpu" or any(operand.format == "fp32" for operand in operands)
+def compute_dtype(
+    device: torch.device, a: Operand, b: Operand, grouped: str | None = None, groups: int = 0
+) -> torch.dtype:
+    """In which dtype a GEMM of these operands is computed: NATIVE where the device multiplies their codes,
+    else BF16 on GPUs, FP32 on CPUs (no fast BF16 there).
+
+    `grouped` says whether `groups` of tokens lie along the "rows" of a product or along its contraction
+    ("columns").
+    """
+    if blackwell.chosen(device, a.format, b.format, grouped, groups):
+        return NATIVE
+    full = device.type == "cpu" or "fp32" in (a.format, b.format)
     return torch.float32 if full else torch.bfloat16
 
 
@@ -69,10 +82,12 @@ def decode(
     shape: Sequence[int],
     dtype: torch.dtype,
     apply_outer: bool = False,
-) -> Tensor:
-    """Values of codes, without the outer scale unless `apply_outer`."""
+) -> Any:
+    """Values of codes, without the outer scale unless `apply_outer`; the codes themselves if NATIVE."""
     if spec.format in _PLAIN:
         return codes.codes.to(dtype)
+    if dtype == NATIVE:
+        return blackwell.coded(codes.codes, codes.scales, spec.format, tuple(shape), axis)
     out: Tensor = torch.ops.nybble.dequantize(
         *codes, spec.format, axis, shape, dtype, spec.outer, apply_outer
     )
@@ -85,6 +100,10 @@ def cast(
     """Values of `x` after a quantisation whose codes nobody needs."""
     if spec.format in _PLAIN:
         return Values(x.to(_PLAIN[spec.format]).to(dtype), x.new_empty(0, dtype=torch.float32))
+    if dtype == NATIVE:
+        codes = encode(x, spec, axis, draw, offs)
+        operand = blackwell.coded(codes.codes, codes.scales, spec.format, tuple(x.shape), axis, offs)
+        return Values(operand, codes.amax)
     return Values(
         *torch.ops.nybble.fake_quantize(
             x, spec.format, dtype, axis, spec.rounding, spec.outer, *_draw(spec, draw), offs
@@ -110,6 +129,12 @@ def recast(
         return cast(
             decode(codes, spec, axis, shape, torch.float32, apply_outer=True), to, to_axis, dtype, draw
         )
+    if dtype == NATIVE:
+        new, scales, amax = torch.ops.nybble.requantize(
+            *codes, spec.format, axis, spec.outer, shape, to.format, to_axis,
+            to.rounding, to.outer, *_draw(to, draw), offs,
+        )  # fmt: skip
+        return Values(blackwell.coded(new, scales, to.format, tuple(shape), to_axis, offs), amax)
     return Values(
         *torch.ops.nybble.fake_requantize(
             *codes, spec.format, axis, spec.outer, shape, to.format, to_axis, dtype,

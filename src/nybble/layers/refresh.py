@@ -27,8 +27,9 @@ def refresh(model: nn.Module) -> None:
         planned = Weight(spec, cache, tag_of(weight, state.generation))
         _, key = state.keys(weight.device)
         gemms = spec.gemms
-        planned.fprop(weight, key, compute_dtype(weight.device, gemms.fprop.x, gemms.fprop.w))
-        planned.dgrad(weight, key, compute_dtype(weight.device, gemms.dgrad.dy, gemms.dgrad.w))
+        grouped = ("rows", weight.shape[0]) if weight.dim() == 3 else (None, 0)
+        planned.fprop(weight, key, compute_dtype(weight.device, gemms.fprop.x, gemms.fprop.w, *grouped))
+        planned.dgrad(weight, key, compute_dtype(weight.device, gemms.dgrad.dy, gemms.dgrad.w, *grouped))
         state.managed = state.fresh = True
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nybble import formats
 from nybble.formats import Operand as Role
-from nybble.layers.operand import Codes, Draw, Values, cast, decode, encode, recast
+from nybble.layers.operand import NATIVE, Codes, Draw, Values, cast, decode, encode, recast
 from nybble.recipes import GemmTable
 
 VALUES_LIMIT = {"cpu": 64 << 20, "cuda": 512 << 20}
@@ -73,11 +73,13 @@ class Weight(NamedTuple):
         return self._operand("dgrad", weight, key, dtype)
 
     def _operand(self, name: str, weight: Tensor, key: Tensor, dtype: torch.dtype) -> Values:
-        if self._same():
-            name = "fprop"
+        if self._same() and name == "dgrad":
+            values, amax = self._operand("fprop", weight, key, dtype)
+            return Values(values.turned() if dtype == NATIVE else values, amax)
         if self.cache is None:
             return self._compute(name, weight, key, dtype)
-        hit = self.cache.kept.get(name) if self.tag is None else self.cache.get(name, self.tag)
+        slot = f"{name} native" if dtype == NATIVE else name
+        hit = self.cache.kept.get(slot) if self.tag is None else self.cache.get(slot, self.tag)
         if isinstance(hit, Codes):
             return self._decode(name, hit, weight, dtype)
         if hit is not None:
@@ -90,10 +92,10 @@ class Weight(NamedTuple):
             mode = "values" if size <= VALUES_LIMIT.get(weight.device.type, 0) else "codes"
         if mode == "codes":
             codes = self._codes(name, weight, key)
-            self.cache.kept[name] = codes
+            self.cache.kept[slot] = codes
             return self._decode(name, codes, weight, dtype)
         values = self._compute(name, weight, key, dtype)
-        self.cache.kept[name] = values
+        self.cache.kept[slot] = values
         return values
 
     def _compute(self, name: str, weight: Tensor, key: Tensor, dtype: torch.dtype) -> Values:
