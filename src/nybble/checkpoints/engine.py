@@ -24,7 +24,7 @@ from nybble.checkpoints.source import FLOATS, Bank, Linear, Unit
 from nybble.checkpoints.writer import Spec, Writer, write_json
 from nybble.errors import CheckpointError
 
-CHUNK_BYTES = 4_000_000
+CHUNK_BYTES = 16_000_000
 """Source bytes that one thread has in hand; a single expert may be more."""
 EXACT = ("e_score_correction_bias", "mlp.gate.bias")
 """Router biases stay as they are: a rounded one sends tokens to other experts."""
@@ -148,8 +148,7 @@ def _write_bank(job: Job, bank: Bank, experts: range, writer: Writer, scratch: S
             job.observe(bank.module, first, into)
             job.observe(bank.module, down, out)
         pieces = job.dialect.bank_tensors(bank, experts.start, into, out)
-    for name, tensor, row in pieces:
-        writer.put(name, tensor, row)
+    writer.put_all(pieces)
     return _Done(nbytes, reused)
 
 
@@ -190,8 +189,7 @@ def _write_linears(job: Job, group: list[Linear], writer: Writer, scratch: Scrat
             reused += packed is not fresh
         if job.observe is not None:
             job.observe(linear.module, weight, packed)
-        for name, tensor, row in job.dialect.matrix_tensors(linear.module, packed):
-            writer.put(name, tensor, row)
+        writer.put_all(job.dialect.matrix_tensors(linear.module, packed))
     return _Done(sum(weight.nbytes for weight in weights), reused)
 
 

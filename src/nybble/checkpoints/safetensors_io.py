@@ -8,14 +8,16 @@ tests hold both together.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from nybble.checkpoints.header import DTYPES, Entry, read_header, read_json
+from nybble.checkpoints.vectored import raw, runs, transfer
 from nybble.errors import CheckpointError
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -127,40 +129,38 @@ class Folder:
         `out`, when given, is a contiguous tensor of the same type and number of bytes that receives the data.
         """
         entry = self.entry(name)
-        start, nbytes, shape = entry.start, entry.nbytes, entry.shape
+        start, shape = entry.start, entry.shape
         if rows is not None:
             first, last, _ = rows.indices(shape[0])
-            row_bytes = nbytes // shape[0] if shape[0] else 0
-            start, nbytes, shape = (
-                start + first * row_bytes,
-                (last - first) * row_bytes,
-                (last - first, *shape[1:]),
-            )
+            start += first * (entry.nbytes // shape[0] if shape[0] else 0)
+            shape = (max(last - first, 0), *shape[1:])
         if out is None:
             out = torch.empty(shape, dtype=DTYPES[entry.dtype])
-        if (
-            out.numel() * out.itemsize != nbytes
-            or out.dtype != DTYPES[entry.dtype]
-            or not out.is_contiguous()
-        ):
-            raise CheckpointError(
-                f"{self.path}: {name!r} is {entry.dtype} {list(shape)}, not what was asked for"
-            )
-        _read_into(entry.file, start, out)
+        self._check(entry, out, prod(shape))
+        self._transfer([(entry.file, start, raw(out))])
         return out
 
+    def read_into(self, pairs: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Fill a tensor from each name; neighbours in a file are read at once."""
+        pieces = []
+        for name, out in pairs:
+            entry = self.entry(name)
+            self._check(entry, out, prod(entry.shape))
+            pieces.append((entry.file, entry.start, raw(out)))
+        self._transfer(pieces)
 
-def _read_into(path: Path, start: int, out: torch.Tensor) -> None:
-    if out.numel() == 0:
-        return
-    view = out.flatten().view(torch.uint8).numpy().data
-    try:
-        with open(path, "rb", buffering=0) as file:
-            while len(view):
-                count = os.preadv(file.fileno(), [view[: 1 << 30]], start)
-                if count == 0:
-                    raise CheckpointError(f"{path}: ends early; it was truncated while it was being read")
-                start += count
-                view = view[count:]
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
+    def _check(self, entry: Entry, out: torch.Tensor, count: int) -> None:
+        if out.numel() != count or out.dtype != DTYPES[entry.dtype] or not out.is_contiguous():
+            raise CheckpointError(
+                f"{self.path}: {entry.name!r} is {entry.dtype} {list(entry.shape)}, not what was asked for"
+            )
+
+    def _transfer(self, pieces: list[tuple[Path, int, memoryview]]) -> None:
+        for path, start, views in runs(pieces):
+            try:
+                with open(path, "rb", buffering=0) as file:
+                    whole = transfer(os.preadv, file.fileno(), views, start)
+            except OSError as error:
+                raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
+            if not whole:
+                raise CheckpointError(f"{path}: ends early; it was truncated while it was being read")

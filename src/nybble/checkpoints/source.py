@@ -92,7 +92,8 @@ class Bank:
         scratch = scratch or Scratch()
         into = (len(experts), self.rows, self.hidden)
         out = (len(experts), self.hidden, self.width)
-        dtype = DTYPES[folder.entry(self.tensors[-1]).dtype]
+        last = self._down if self.layout != "separate" else f"{self.module}.0.{self.names[-1]}.weight"
+        dtype = DTYPES[folder.entry(last).dtype]
         first, down = scratch.empty("first", into, dtype), scratch.empty("down", out, dtype)
         if self.layout != "separate":
             rows = slice(experts.start, experts.stop)
@@ -102,11 +103,12 @@ class Bank:
             mixed = folder.read(self._first, rows, out=scratch.empty("mixed", into, dtype))
             first[:, : self.width], first[:, self.width :] = mixed[:, 0::2], mixed[:, 1::2]
             return first, down
+        pairs = []
         for i, expert in enumerate(experts):
-            for j, part in enumerate(self.inputs):
-                part_rows = first[i, j * self.width : (j + 1) * self.width]
-                folder.read(f"{self.module}.{expert}.{part}.weight", out=part_rows)
-            folder.read(f"{self.module}.{expert}.{self.names[-1]}.weight", out=down[i])
+            for part, rows_of_part in zip(self.inputs, first[i].chunk(len(self.inputs)), strict=True):
+                pairs.append((f"{self.module}.{expert}.{part}.weight", rows_of_part))
+            pairs.append((f"{self.module}.{expert}.{self.names[-1]}.weight", down[i]))
+        folder.read_into(pairs)
         return first, down
 
 

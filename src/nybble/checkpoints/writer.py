@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
@@ -22,6 +22,7 @@ import torch
 
 from nybble.checkpoints.header import DTYPES, NAMES
 from nybble.checkpoints.safetensors_io import INDEX_NAME
+from nybble.checkpoints.vectored import raw, runs, transfer
 from nybble.errors import CheckpointError
 
 
@@ -108,15 +109,21 @@ class Writer:
             at += spec.nbytes
         data = json.dumps(header, separators=(",", ":")).encode()
         data += b" " * (-len(data) % 8)
-        _write(self._files[index], len(data).to_bytes(8, "little") + data, 0)
+        transfer(os.pwritev, self._files[index], [memoryview(len(data).to_bytes(8, "little") + data)], 0)
         base = 8 + len(data)
         for spec in shard:
             self._place[spec.name] = (index, base + self._place[spec.name][1])
 
     def put(self, name: str, tensor: torch.Tensor, row: int = 0) -> None:
-        """Write `tensor` as the rows of `name` from `row` on (the whole of it when it has its shape), from
-        any thread.
-        """
+        """Write `tensor` as the rows of `name` from `row` on (the whole of it when it has its shape)."""
+        self.put_all([(name, tensor, row)])
+
+    def put_all(self, pieces: Iterable[tuple[str, torch.Tensor, int]]) -> None:
+        """As `put` for each piece, from any thread; neighbours in a file are written at once."""
+        for index, at, views in runs([self._piece(*piece) for piece in pieces]):
+            transfer(os.pwritev, self._files[index], views, at)
+
+    def _piece(self, name: str, tensor: torch.Tensor, row: int) -> tuple[int, int, memoryview]:
         spec = self.specs[name]
         if NAMES.get(tensor.dtype) != spec.dtype or tuple(tensor.shape[1:]) != spec.shape[1:]:
             raise CheckpointError(
@@ -124,14 +131,11 @@ class Writer:
             )
         index, start = self._place[name]
         row_bytes = spec.nbytes // spec.shape[0] if spec.shape and spec.shape[0] else 0
-        nbytes = tensor.numel() * tensor.itemsize
         with self._lock:
-            self._missing[name] -= nbytes
+            self._missing[name] -= tensor.nbytes
         if self._missing[name] < 0:
             raise CheckpointError(f"{name}: more data than its shape {list(spec.shape)} holds")
-        if nbytes:
-            data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
-            _write(self._files[index], data, start + row * row_bytes)
+        return index, start + row * row_bytes, raw(tensor.detach().cpu().contiguous())
 
     def close(self) -> int:
         """Check that every byte came, write the index when there are several shards, and return the bytes
@@ -170,14 +174,6 @@ def _shards(specs: list[Spec], limit: int) -> list[list[Spec]]:
         shards[-1].append(spec)
         size += spec.nbytes
     return shards
-
-
-def _write(file: int, data: bytes | memoryview, at: int) -> None:
-    view = memoryview(data)
-    while len(view):
-        count = os.pwrite(file, view[: 1 << 30], at)
-        view = view[count:]
-        at += count
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
