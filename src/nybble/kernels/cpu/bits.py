@@ -3,7 +3,7 @@
 from typing import Any
 
 import numpy as np
-from llvmlite import ir
+from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
 from numba.extending import intrinsic
 
@@ -38,3 +38,13 @@ def as_bits(context: Any, x: Any) -> Any:  # noqa: ARG001
         return builder.bitcast(arguments[0], ir.IntType(32))
 
     return types.uint32(types.float32), generate
+
+
+@intrinsic
+def shift_right(context: Any, x: Any, count: Any) -> Any:  # noqa: ARG001
+    """x >> count of uint32, for a count below 32 that is not a constant: numba would shift in 64 bits."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:  # noqa: ARG001
+        return builder.lshr(*arguments)
+
+    return types.uint32(types.uint32, types.uint32), generate

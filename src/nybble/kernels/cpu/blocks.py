@@ -1,8 +1,8 @@
 """Passes over one row of blocks: n elements from position `at` of a flat array, which share scales by block.
 
-`shift` says how: SINGLE, each element is a block of its own (blocks run down the rows of a tile, so that each
-column has its own scale); else a block is 16 << shift elements, the last one may be short. All but the tail goes in
-runs of 16, because a constant trip count is what lets LLVM keep a run in registers.
+`shift` says how: SINGLE, each element is a block of its own (blocks run down the rows of a tile, so that
+each column has its own scale); else a block is 16 << shift elements, the last one may be short. All but the
+tail goes in runs of 16, see `runs.py`.
 """
 
 from typing import Any
@@ -11,6 +11,7 @@ import numpy as np
 
 from nybble.kernels.cpu.bits import ABS, F32, INFINITY, U32, U64, as_bits, as_float
 from nybble.kernels.cpu.jit import helper
+from nybble.kernels.cpu.runs import peak_of_run, scale_run
 
 SINGLE = -1
 WHOLE_ROW = 58  # a block longer than any row
@@ -37,12 +38,8 @@ def raise_peaks(x: Any, at: int, n: int, shift: int, peak: Any) -> None:
         return
     runs = n >> 4
     for k in range(runs):
-        base = at + (k << 4)
-        top = U32(0)
-        for j in range(16):
-            top = max(top, U32(as_bits(x[U64(base + j)]) & ABS))
         b = U64(k >> shift)
-        peak[b] = max(peak[b], top)
+        peak[b] = max(peak[b], peak_of_run(x, U64(at + (k << 4))))
     for i in range(runs << 4, n):
         b = U64(i >> (shift + 4))
         peak[b] = max(peak[b], U32(as_bits(x[U64(at + i)]) & ABS))
@@ -57,11 +54,7 @@ def multiply(x: Any, at: int, n: int, scale: Any, shift: int, out: Any, to: int)
         return
     runs = n >> 4
     for k in range(runs):
-        s = scale[U64(k >> shift)]
-        source = at + (k << 4)
-        target = to + (k << 4)
-        for j in range(16):
-            out[U64(target + j)] = x[U64(source + j)] * s
+        scale_run(x, U64(at + (k << 4)), scale[U64(k >> shift)], out, U64(to + (k << 4)))
     for i in range(runs << 4, n):
         out[U64(to + i)] = x[U64(at + i)] * scale[U64(i >> (shift + 4))]
 

@@ -7,6 +7,7 @@ import numpy as np
 from nybble.kernels.cpu.bits import U64
 from nybble.kernels.cpu.blocks import SINGLE, block_count
 from nybble.kernels.cpu.jit import helper, kernel
+from nybble.kernels.cpu.runs import copy_pair, scale_run
 
 
 @helper
@@ -33,8 +34,8 @@ def decode_row(
     Args:
         code_table: float32 [256], the value of each byte, of its low nibble if packed.
         pair_table: float32 [512], both values of each packed byte.
-        scales, scales_fp32: block scales from `scale_at` on: bytes that scale_table float32 [256] gives values
-            to, or the values themselves if `fp32`.
+        scales, scales_fp32: block scales from `scale_at` on: bytes that scale_table float32 [256] gives
+            values to, or the values themselves if `fp32`.
         shift: see `blocks.py`. The row starts on a block, and on a byte.
         scale: float32 scratch, one a block.
     """
@@ -43,10 +44,7 @@ def decode_row(
     if packed:
         half = n >> 1
         for i in range(half):
-            pair = U64(codes[U64(at + i)]) << U64(1)
-            target = U64(to + 2 * i)
-            out[target] = pair_table[pair]
-            out[target + U64(1)] = pair_table[pair + U64(1)]
+            copy_pair(pair_table, U64(codes[U64(at + i)]) << U64(1), out, U64(to + 2 * i))
         if n & 1:
             out[U64(to + n - 1)] = code_table[codes[U64(at + half)]]
     else:
@@ -59,11 +57,9 @@ def decode_row(
         return
     runs = n >> 4
     for k in range(runs):
-        s = scale[U64(k >> shift)]
-        base = to + (k << 4)
-        for j in range(16):
-            e = U64(base + j)
-            out[e] = (out[e] * s) * s_dec
+        e = U64(to + (k << 4))
+        scale_run(out, e, scale[U64(k >> shift)], out, e)
+        scale_run(out, e, s_dec, out, e)
     for j in range(runs << 4, n):
         e = U64(to + j)
         out[e] = (out[e] * scale[U64(j >> (shift + 4))]) * s_dec

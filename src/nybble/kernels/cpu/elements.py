@@ -1,17 +1,18 @@
 """Rounding of already scaled elements, four loops that serve every element format and that LLVM vectorises.
 
 With e the exponent bits of the magnitude a (not below the format's smallest normal), a float of exponent
-e + 23 - p (p mantissa bits) has a unit in the last place equal to the format's step at a. Adding it therefore rounds
-a to the nearest multiple m of the step, ties to even, and leaves m in the low bits of the sum. Stochastic rounding
-takes a in units of 2^-17 steps, adds 2 r + 1 for the 16-bit draw r, and truncates. From m both the code and the
-value follow. Magnitudes are clamped first, so Inf and NaN become the largest code; the caller overwrites such blocks.
+e + 23 - p (p mantissa bits) has a unit in the last place equal to the format's step at a. Adding it
+therefore rounds a to the nearest multiple m of the step, ties to even, and leaves m in the low bits of the
+sum. Stochastic rounding takes a in units of 2^-17 steps, adds 2 r + 1 for the 16-bit draw r, and truncates.
+From m both the code and the value follow. Magnitudes are clamped first, so Inf and NaN become the largest
+code; the caller overwrites such blocks.
 """
 
 from typing import Any
 
 import numpy as np
 
-from nybble.kernels.cpu.bits import ABS, F32, INFINITY, SIGN, U32, U64, as_bits, as_float
+from nybble.kernels.cpu.bits import ABS, F32, INFINITY, SIGN, U32, U64, as_bits, as_float, shift_right
 from nybble.kernels.cpu.jit import helper
 
 # One row an element format: bits of the largest magnitude; bits of the smallest normal; its mantissa bits.
@@ -34,8 +35,8 @@ def nearest_codes(y: Any, n: int, element: int, codes: Any, at: int) -> None:
         e = U32(max(a, normal) & INFINITY)
         magic = U32(e + to_magic)
         m = U32(as_bits(as_float(a) + as_float(magic)) - magic)
-        code = U32(m + U32(U32(e - normal) >> to_index))
-        codes[U64(at + i)] = np.uint8(U32(code | U32(U32(b & SIGN) >> to_sign)))
+        code = U32(m + shift_right(U32(e - normal), to_index))
+        codes[U64(at + i)] = np.uint8(U32(code | shift_right(U32(b & SIGN), to_sign)))
 
 
 @helper
@@ -61,8 +62,8 @@ def stochastic_codes(y: Any, n: int, draws: Any, drawn: int, element: int, codes
         e = U32(max(a, normal) & INFINITY)
         units = np.int32(as_float(a) * as_float(U32(to_units - e)))
         m = U32(U32(U32(units) + U32(U32(draws[U64(drawn + i)]) << U32(1)) + U32(1)) >> U32(17))
-        code = U32(m + U32(U32(e - normal) >> to_index))
-        codes[U64(at + i)] = np.uint8(U32(code | U32(U32(b & SIGN) >> to_sign)))
+        code = U32(m + shift_right(U32(e - normal), to_index))
+        codes[U64(at + i)] = np.uint8(U32(code | shift_right(U32(b & SIGN), to_sign)))
 
 
 @helper

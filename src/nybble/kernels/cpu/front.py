@@ -1,67 +1,17 @@
-"""The ops on CPU tensors: arguments checked, brought to float32 [R, C] rows and handed to the kernels.
+"""The ops on CPU tensors: arguments checked and handed on.
 
 Signatures, shapes and results are those of `formats.reference`, bit for bit.
 """
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from nybble.formats import blocks, checks, reference
-from nybble.formats.table import Format
-from nybble.kernels.cpu import layout
-from nybble.kernels.cpu import scales as scale_rules
-from nybble.kernels.cpu import tiles as tile_kernels
-from nybble.kernels.cpu.blocks import SINGLE
-from nybble.kernels.cpu.source import (
-    NO_BYTES,
-    NO_FLOATS,
-    NO_SOURCE,
-    Source,
-    decoded,
-    flat,
-    shift_of,
-    stored_rows,
-)
-from nybble.kernels.cpu.threads import split
-
-ROW_SPAN = 2048
-"""Columns worked on at a time along axis -1: scratch stays in the first-level cache."""
-COLUMN_SPAN = 512
-"""The same along axis -2 and for square blocks, where a tile has many rows."""
-LONG_COLUMN_SPAN = 32
-"""The same where one block is a whole column."""
-
-MANY_TILES = 64
-"""Above this many tiles, work is split by tiles alone."""
-
-RULES = {
-    ("e4m3", None): scale_rules.RULE_E4M3,
-    ("e8m0", "up"): scale_rules.RULE_E8M0_UP,
-    ("e8m0", "floor"): scale_rules.RULE_E8M0_FLOOR,
-    ("fp32", None): scale_rules.RULE_FP32,
-}
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Job:
-    """A checked call: what to quantise into what."""
-
-    fmt: Format
-    shape: torch.Size
-    axis: int
-    stochastic: bool
-    outer: str
-    key: Tensor | None
-    layer: int
-    operand: int
-    rows: Tensor | None
-    offs: Tensor | None
+from nybble.formats import checks, reference, table
+from nybble.kernels.cpu.job import Job, float_rows, to_codes, to_values
+from nybble.kernels.cpu.source import NO_FLOATS, NO_SOURCE, Source, decoded, stored_rows
 
 
 def quantize(
@@ -80,19 +30,8 @@ def quantize(
     fmt = checks.check_quantize(x, format, axis, rounding, outer, key, layer, operand, rows, offs)
     if fmt.passthrough or x.numel() == 0:
         return reference.quantize(x, format, axis, rounding, outer, key, layer, operand, rows, offs)
-    job = Job(
-        fmt=fmt,
-        shape=x.shape,
-        axis=axis,
-        stochastic=rounding == "stochastic",
-        outer=outer,
-        key=key,
-        layer=layer,
-        operand=operand,
-        rows=rows,
-        offs=offs,
-    )
-    return _codes(job, _rows(x), NO_SOURCE)
+    job = Job(fmt, x.shape, axis, rounding, outer, key, layer, operand, rows, offs)
+    return to_codes(job, float_rows(x), NO_SOURCE)
 
 
 def fake_quantize(
@@ -114,19 +53,8 @@ def fake_quantize(
         return reference.fake_quantize(
             x, format, dtype, axis, rounding, outer, key, layer, operand, rows, offs
         )
-    job = Job(
-        fmt=fmt,
-        shape=x.shape,
-        axis=axis,
-        stochastic=rounding == "stochastic",
-        outer=outer,
-        key=key,
-        layer=layer,
-        operand=operand,
-        rows=rows,
-        offs=offs,
-    )
-    return _values(job, _rows(x), NO_SOURCE, dtype)
+    job = Job(fmt, x.shape, axis, rounding, outer, key, layer, operand, rows, offs)
+    return to_values(job, float_rows(x), NO_SOURCE, dtype)
 
 
 def dequantize(
@@ -167,26 +95,11 @@ def requantize(
     offs: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `reference.requantize`."""
-    job, source = _requantize_job(
-        codes,
-        scales,
-        amax,
-        format,
-        axis,
-        outer,
-        shape,
-        to_format,
-        to_axis,
-        rounding,
-        to_outer,
-        key,
-        layer,
-        operand,
-        rows,
-        offs,
-    )
+    job = _requantize_job(format, axis, outer, shape, to_format, to_axis, rounding, to_outer, key, layer,
+                          operand, rows, offs)  # fmt: skip
+    source = _source(codes, scales, amax, format, axis, outer, job)
     if source is not None:
-        return _codes(job, NO_FLOATS, source)
+        return to_codes(job, NO_FLOATS, source)
     x = dequantize(codes, scales, amax, format, axis, shape, torch.float32, outer, True, offs)
     return quantize(x, to_format, to_axis, rounding, to_outer, key, layer, operand, rows, offs)
 
@@ -211,34 +124,16 @@ def fake_requantize(
     offs: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See `reference.fake_requantize`."""
-    job, source = _requantize_job(
-        codes,
-        scales,
-        amax,
-        format,
-        axis,
-        outer,
-        shape,
-        to_format,
-        to_axis,
-        rounding,
-        to_outer,
-        key,
-        layer,
-        operand,
-        rows,
-        offs,
-    )
+    job = _requantize_job(format, axis, outer, shape, to_format, to_axis, rounding, to_outer, key, layer,
+                          operand, rows, offs)  # fmt: skip
+    source = _source(codes, scales, amax, format, axis, outer, job)
     if source is not None:
-        return _values(job, NO_FLOATS, source, dtype)
+        return to_values(job, NO_FLOATS, source, dtype)
     x = dequantize(codes, scales, amax, format, axis, shape, torch.float32, outer, True, offs)
     return fake_quantize(x, to_format, dtype, to_axis, rounding, to_outer, key, layer, operand, rows, offs)
 
 
 def _requantize_job(
-    codes: Tensor,
-    scales: Tensor,
-    amax: Tensor,
     format: str,
     axis: int,
     outer: str,
@@ -252,168 +147,21 @@ def _requantize_job(
     operand: int,
     rows: Tensor | None,
     offs: Tensor | None,
-) -> tuple[Job, Source | None]:
-    """The job, and its source where rows can be decoded as they are needed."""
+) -> Job:
     size = torch.Size(shape)
-    fmt = checks.check_layout(size, format, axis, outer, offs)
+    checks.check_layout(size, format, axis, outer, offs)
     to = checks.check_layout(size, to_format, to_axis, to_outer, offs)
     checks.check_rounding(to, rounding, key, layer, operand, rows, size)
-    job = Job(
-        fmt=to,
-        shape=size,
-        axis=to_axis,
-        stochastic=rounding == "stochastic",
-        outer=to_outer,
-        key=key,
-        layer=layer,
-        operand=operand,
-        rows=rows,
-        offs=offs,
-    )
-    if size.numel() == 0 or axis != -1 or fmt.passthrough or fmt.square or fmt.block_cols is None:
-        return job, None
+    return Job(to, size, to_axis, rounding, to_outer, key, layer, operand, rows, offs)
+
+
+def _source(
+    codes: Tensor, scales: Tensor, amax: Tensor, format: str, axis: int, outer: str, job: Job
+) -> Source | None:
+    """Codes whose rows can be decoded as they are needed; None where values must be at hand beforehand."""
+    fmt, to = table.get(format), job.fmt
+    if job.shape.numel() == 0 or axis != -1 or fmt.passthrough or fmt.square or fmt.block_cols is None:
+        return None
     if to.passthrough or to.two_level or to.block_cols is None:  # needs an amax first, or a whole column
-        return job, None
-    return job, stored_rows(codes, scales, amax, fmt, size, axis, outer, True, offs)
-
-
-def _rows(x: Tensor) -> Any:
-    """Flat float32."""
-    return flat(x.detach().to(torch.float32))
-
-
-def _values(job: Job, x: Any, source: Source, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    values = torch.empty(job.shape, dtype=torch.float32)
-    if job.offs is not None:  # rows of no group are zero
-        values[int(layout.group_bounds(job.offs, job.shape[0])[1].max(initial=0)) :] = 0
-    amax = _run(job, x, source, values=values)
-    return values.to(dtype), amax
-
-
-def _codes(job: Job, x: Any, source: Source) -> tuple[Tensor, Tensor, Tensor]:
-    fmt, groups = job.fmt, None if job.offs is None else job.offs.shape[0]
-    stored = blocks.stored_shape(fmt, job.shape, job.axis, groups)
-    make = torch.empty if groups is None else torch.zeros  # rows of no group, and padding, are zero
-    codes = make(blocks.code_shape(fmt, stored), dtype=torch.uint8)
-    scales = make(blocks.scale_shape(fmt, stored), dtype=blocks.scale_dtype(fmt))
-    if groups is not None and job.axis == -1 and fmt.scale == "fp32":
-        scales.fill_(1)  # the scale of a block of zeros, as rows of no group are
-    amax = _run(job, x, source, codes=codes, scales=scales)
-    return codes, scales, amax
-
-
-def _run(
-    job: Job,
-    x: Any,
-    source: Source,
-    *,
-    values: Tensor | None = None,
-    codes: Tensor | None = None,
-    scales: Tensor | None = None,
-) -> Tensor:
-    """Quantise x into `values`, or into `codes` and `scales`; return the outer amax."""
-    fmt, down, columns = job.fmt, job.axis == -2, job.shape[-1]
-    leads = math.prod(job.shape[:-2])
-    rows = job.shape[-2] if len(job.shape) > 1 else 1
-    tile_rows = fmt.block_rows if fmt.square or not down else blocks.cols_of(fmt, rows)
-    outer = job.outer if fmt.two_level else "tensor"
-    if job.offs is None:
-        tiles = layout.plain(leads, rows, tile_rows, outer, down, columns)
-    else:
-        tiles = layout.grouped(job.offs, rows, tile_rows, outer, down)
-    groups = None if job.offs is None else job.offs.shape[0]
-    amax = torch.zeros(blocks.amax_shape(fmt, job.shape, job.axis, job.outer, groups), dtype=torch.float32)
-    fused = fmt.two_level and outer == "row" and not down
-    if fmt.two_level and not fused:
-        _measure(x, tiles, columns, outer == "row", amax)
-    shift = SINGLE if down and not fmt.square else shift_of(fmt, columns)
-    span = min(columns, _span(fmt, tile_rows, columns))
-    width = columns if fused or (tile_rows == 1 and len(tiles) > MANY_TILES) else span
-    fp32 = fmt.scale == "fp32"
-    split(
-        tile_kernels.quantize_tiles,
-        len(tiles) * -(-columns // width),
-        math.prod(job.shape),
-        columns,
-        width,
-        span,
-        tiles,
-        tile_rows,
-        x,
-        source is not NO_SOURCE,
-        *source.arguments(),
-        source.outer,
-        int(fmt.element == "e4m3"),
-        fmt.element_max,
-        int(math.log2(fmt.element_max)),
-        RULES[fmt.scale or "", fmt.scale_rule],
-        shift,
-        fmt.four_over_six,
-        fmt.outer_max or 1.0,
-        flat(amax) if fmt.two_level else NO_FLOATS,
-        fused,
-        outer == "row" and down,
-        job.stochastic,
-        _key_words(job),
-        _row_names(job),
-        values is not None,
-        NO_FLOATS if values is None else flat(values),
-        down,
-        NO_BYTES if codes is None else flat(codes),
-        0 if codes is None else codes.shape[-1],
-        NO_BYTES if scales is None or fp32 else flat(scales),
-        flat(scales) if scales is not None and fp32 else NO_FLOATS,
-        0 if scales is None else scales.shape[-1],
-    )
-    return amax
-
-
-def _span(fmt: Format, tile_rows: int, columns: int) -> int:
-    if tile_rows == 1:
-        return columns if fmt.block_cols is None else ROW_SPAN
-    return LONG_COLUMN_SPAN if fmt.block_cols is None else COLUMN_SPAN
-
-
-def _measure(x: Any, tiles: layout.Tiles, columns: int, per_column: bool, amax: Tensor) -> None:
-    """Outer amaxes of x [R, columns] over the rows of the tiles, into `amax`."""
-    inside = int((tiles[:, 0] + tiles[:, 1]).max(initial=0))
-    if not per_column:
-        by_row = np.zeros(inside, np.float32)
-        split(tile_kernels.amax_rows, inside, inside * columns, columns, x, by_row)
-        np.maximum.at(flat(amax), np.repeat(tiles[:, 5], tiles[:, 1]), by_row)
-        return
-    leads = amax.numel() // columns
-    for lead in range(leads):
-        rows = x.size // amax.numel()
-        split(
-            tile_kernels.amax_columns,
-            -(-columns // COLUMN_SPAN),
-            rows * columns,
-            COLUMN_SPAN,
-            columns,
-            lead * rows * columns,
-            min(rows, inside),
-            x,
-            flat(amax.view(leads, columns)[lead]),
-        )
-
-
-def _key_words(job: Job) -> Any:
-    if not job.stochastic or job.key is None:
-        return np.zeros(5, np.uint64)
-    seed, step, micro = (int(v) for v in job.key.tolist())
-    low = 0xFFFFFFFF
-    words = [
-        seed & low,
-        (seed >> 32) & low,
-        (micro & 0xFFFF) << 16,
-        step & low,
-        (job.layer << 8) | job.operand,
-    ]
-    return np.array(words, np.uint64)
-
-
-def _row_names(job: Job) -> Any:
-    if not job.stochastic or job.rows is None:
-        return np.empty(0, np.int64)
-    return flat(job.rows.to(torch.int64))
+        return None
+    return stored_rows(codes, scales, amax, fmt, job.shape, axis, outer, True, job.offs)

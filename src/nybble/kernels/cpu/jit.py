@@ -1,4 +1,4 @@
-"""How kernels are compiled: lazily, without the interpreter lock, and cached on disk when a folder can be written."""
+"""How kernels are compiled: lazily, without the interpreter lock, cached on disk where a folder allows."""
 
 import hashlib
 from collections.abc import Callable
@@ -13,8 +13,8 @@ from numba import njit
 def source_digest() -> bytes:
     """Digest of every source file of this folder.
 
-    numba renews a cached kernel when its own file changes; kernels inline helpers from their neighbours, so the
-    stamp must cover all of them.
+    numba renews a cached kernel when its own file changes; kernels link helpers from their neighbours, so
+    the stamp must cover all of them.
     """
     digest = hashlib.sha256()
     for path in sorted(Path(__file__).parent.glob("*.py")):
@@ -25,9 +25,10 @@ def source_digest() -> bytes:
 def kernel(function: Callable[..., Any]) -> Any:
     """Compile `function` with numba on its first call.
 
-    No fast-math: results are compared bit for bit. No `parallel=True`: `threads.split` spreads work over Python
-    threads, which costs less compile time and is safe with autograd's threads, forks and data-loader workers.
-    The cache lives beside the source, else in the user's cache folder (or NUMBA_CACHE_DIR), else nowhere.
+    No fast-math: results are compared bit for bit. No `parallel=True`: `threads.split` spreads work over
+    Python threads, which takes less time to compile and is safe with autograd's threads, forks and
+    data-loader workers. The cache lives in NUMBA_CACHE_DIR, else beside the source, else in the user's cache
+    folder, else nowhere.
     """
     options = {"nogil": True, "error_model": "numpy", "boundscheck": False}
     try:
@@ -35,7 +36,7 @@ def kernel(function: Callable[..., Any]) -> Any:
     except RuntimeError:  # no folder to cache in can be written: compile anew in each process
         return njit(**options)(function)
     index = getattr(compiled._cache, "_cache_file", None)
-    if hasattr(index, "_source_stamp"):
+    if index is not None and hasattr(index, "_source_stamp"):
         index._source_stamp = source_digest()
     return compiled
 

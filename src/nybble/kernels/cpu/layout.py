@@ -1,4 +1,4 @@
-"""Tiles: which rows share scales, and where their codes, scales and outer amax lie. See `tiles.quantize_tiles`."""
+"""Tiles: which rows share scales, and where their codes, scales and outer amax lie. See `tiles.py`."""
 
 from functools import lru_cache
 
@@ -15,7 +15,7 @@ def _tiles(*columns: npt.NDArray[np.int64]) -> Tiles:
 
 @lru_cache(maxsize=16)
 def plain(leads: int, rows: int, tile_rows: int, outer: str, down: bool, columns: int) -> Tiles:
-    """Tiles of [leads, rows, columns]; `outer` is "tensor", "row" or "matrix"; `down`: blocks run along the rows' axis."""
+    """Tiles of [leads, rows, columns], an amax by tensor, row or matrix; `down`: blocks run over rows."""
     per_lead = (rows + tile_rows - 1) // tile_rows
     lead, index = (a.reshape(-1) for a in np.indices((leads, per_lead)))
     position = index * tile_rows
@@ -42,8 +42,5 @@ def grouped(offs: Tensor, tokens: int, tile_rows: int, outer: str, down: bool) -
     group = np.repeat(np.arange(ends.size), tiles)
     start = starts[group] + (index - (np.cumsum(tiles) - tiles)[group]) * tile_rows
     zero = np.zeros_like(index)
-    if outer == "row":
-        amax = zero if down else start
-    else:
-        amax = group if outer == "matrix" else zero
+    amax = group if outer == "matrix" else start if outer == "row" and not down else zero
     return _tiles(start, np.minimum(tile_rows, ends[group] - start), zero, index * tile_rows, index, amax)

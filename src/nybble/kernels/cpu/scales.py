@@ -1,8 +1,8 @@
-"""Block scales from block amaxes: the stored scale, the factor that elements are multiplied by, and the decoded scale.
+"""Block scales from block amaxes: the stored scale, the factor for elements, and the decoded scale.
 
-All arrays hold one entry for each of n blocks: `peak` uint32 are the bits of the largest magnitude, at or above Inf's where the block
-holds a NaN or an infinity; such a block gets the NaN scale, factor 0 and a decoded scale of NaN. Each function returns
-whether there was one.
+All arrays hold one entry for each of n blocks. `peak` uint32 are the bits of the largest magnitude, at or
+above Inf's where the block holds a NaN or an infinity; such a block gets the NaN scale, factor 0 and a
+decoded scale of NaN. Each function returns whether there was one.
 """
 
 from typing import Any
@@ -20,7 +20,6 @@ RULE_FP32 = 3
 ONE = F32(1)
 SIXTH = F32(1 / 6)
 SIX = F32(6)
-HALF_MORE = F32(1.5)
 SUBNORMAL = U32(0x00400000)  # bits of 2^-127, E8M0's smallest scale
 E4M3_LARGEST = U32(0x43E00000)  # bits of 448
 E4M3_NORMAL = U32(0x3C800000)  # bits of 2^-6
@@ -52,16 +51,13 @@ def e4m3_scales(
     factor: Any,
     decoded: Any,
 ) -> bool:
-    """NVFP4's E4M3 scales; `ratio` (1 or 1.5) is read for Four Over Six, which has its own order of operations."""
+    """NVFP4's E4M3 scales. Four Over Six has its own order of operations, and a `ratio` of 1 or 1.5."""
     worst = U32(0)
     for i in range(n):
         worst = max(worst, peak[i])
         bad = peak[i] >= INFINITY
         amax = as_float(peak[i])
-        if four_over_six:
-            target = ((amax / SIX) * s_enc[i]) * F32(ratio)
-        else:
-            target = amax * (s_enc[i] * SIXTH)
+        target = ((amax / SIX) * s_enc[i]) * F32(ratio) if four_over_six else amax * (s_enc[i] * SIXTH)
         a = min(as_bits(target), E4M3_LARGEST)
         e = U32(max(a, E4M3_NORMAL) & INFINITY)
         magic = U32(e + E4M3_MAGIC)
@@ -79,7 +75,7 @@ def e4m3_scales(
 def e8m0_scales(
     peak: Any, n: int, floor: bool, reciprocal: Any, exponent: Any, byte: Any, factor: Any, decoded: Any
 ) -> bool:
-    """E8M0 scales: rounded up from amax * reciprocal, or by the OCP floor rule with the element's own exponent."""
+    """E8M0 scales: up from amax * reciprocal, or by the floor rule with the exponent of element_max."""
     worst = U32(0)
     for i in range(n):
         worst = max(worst, peak[i])

@@ -61,8 +61,8 @@ class Source:
 
     def arguments(self) -> tuple[Any, ...]:
         """In the kernels' order, from the codes to the shift."""
-        return (self.codes, self.packed, self.code_table, pair_table(), self.scales, self.scales_fp32, self.fp32,
-                self.scale_table, self.shift)  # fmt: skip
+        return (self.codes, self.packed, self.code_table, pair_table(), self.scales, self.scales_fp32,
+                self.fp32, self.scale_table, self.shift)  # fmt: skip
 
 
 NO_BYTES = np.empty(1, np.uint8)
@@ -81,10 +81,17 @@ NO_SOURCE = Source(
 
 
 def stored_rows(
-    codes: Tensor, scales: Tensor, amax: Tensor, fmt: Format, shape: torch.Size, axis: int, outer: str, apply_outer: bool,
+    codes: Tensor,
+    scales: Tensor,
+    amax: Tensor,
+    fmt: Format,
+    shape: torch.Size,
+    axis: int,
+    outer: str,
+    apply_outer: bool,
     offs: Tensor | None,
-) -> Source:  # fmt: skip
-    """The rows of stored codes; with offs along axis -2 the outer scale of `outer="matrix"` varies within them."""
+) -> Source:
+    """The rows of stored codes. With offs along axis -2 one scale a group varies in them: leave it out."""
     fp32 = fmt.scale == "fp32"
     values = flat(scales)
     stored = blocks.stored_shape(fmt, shape, axis, None)
@@ -105,9 +112,16 @@ def stored_rows(
 
 
 def decoded(
-    codes: Tensor, scales: Tensor, amax: Tensor, fmt: Format, axis: int, shape: torch.Size, outer: str, apply_outer: bool,
+    codes: Tensor,
+    scales: Tensor,
+    amax: Tensor,
+    fmt: Format,
+    axis: int,
+    shape: torch.Size,
+    outer: str,
+    apply_outer: bool,
     offs: Tensor | None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """float32 values in the logical shape, contiguous."""
     where = grouped.packing(fmt, offs, shape[0]) if offs is not None and axis == -2 else None
     stored = blocks.stored_shape(fmt, shape, axis, None if where is None or offs is None else offs.shape[0])

@@ -39,7 +39,8 @@ def _executor(threads: int) -> ThreadPoolExecutor:
 def split(function: Callable[..., Any], items: int, elements: int, *arguments: Any) -> None:
     """Call `function(first, last, *arguments)` on ranges that together cover `items` work items.
 
-    `elements` is the total work, `torch.get_num_threads()` the most threads used; the caller's thread takes a share.
+    `elements` is the total work, `torch.get_num_threads()` the most threads used; the caller's thread takes a
+    share.
     """
     threads = min(torch.get_num_threads(), items, max(1, elements // MIN_ELEMENTS_PER_THREAD))
     if threads <= 1:

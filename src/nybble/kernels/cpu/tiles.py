@@ -1,8 +1,9 @@
-"""The quantiser: tiles of rows, each cut into blocks; one kernel serves every format, axis, rounding and output.
+"""The quantiser: tiles of rows, each cut into blocks; one kernel for every format, axis, rounding and output.
 
-A tile is the rows that share scales. Along axis -1 it is one row (or the rows of a square block) and blocks run along the
-row; along axis -2 it is one block's worth of rows and every column is a block of its own, so that loads are contiguous
-and SIMD runs over columns.
+A tile is the rows that share scales. Along axis -1 it is one row (or the rows of a square block) and blocks
+run along the row; along axis -2 it is one block's worth of rows and every column is a block of its own, so
+that loads are contiguous and SIMD runs over columns. A tile is worked on a span of columns at a time, in
+passes over scratch that stays in the first-level cache: each pass is a loop that LLVM vectorises.
 """
 
 from typing import Any
@@ -55,7 +56,7 @@ def amax_rows(first: int, last: int, columns: int, x: Any, amax: Any) -> None:
 def amax_columns(
     first: int, last: int, width: int, columns: int, at: int, rows: int, x: Any, amax: Any
 ) -> None:
-    """amax[c] = the largest finite |x[:, c]| over `rows` rows from position `at` of x on, for strips of `width` columns."""
+    """amax[c] = the largest finite |x| of column c, over `rows` rows from position `at` on."""
     infinity = F32(np.inf)
     for strip in range(first, last):
         low = strip * width
@@ -111,19 +112,20 @@ def quantize_tiles(
     scales_fp32: Any,
     scale_columns: int,
 ) -> None:
-    """Quantise work items first .. last - 1; an item is `width` columns of one tile, worked on `span` columns at a time.
+    """Quantise work items first .. last - 1; an item is `width` columns of one tile, done `span` at a time.
 
     Args:
-        tiles: int64 [n, 6]: first row; rows (<= tile_rows); leading index; position of its first row among the stored
-            codes of a column; its index among the scales of a column, or its row of scales; index of its outer amax.
-        x: float32 [R, columns], flat; if `source`, rows are decoded from source_* instead (see `decode.py`; each row has
-            its own row of scales; source_outer float32 [R] is S_dec).
+        tiles: int64 [n, 6]: first row; rows (<= tile_rows); leading index; position of its first row among
+            the stored codes of a column; its index among the scales of a column, or its row of scales;
+            index of its outer amax.
+        x: float32 [R, columns], flat; if `source`, rows are decoded from source_* instead (see `decode.py`;
+            each row has its own row of scales; source_outer float32 [R] is S_dec).
         shift: see `blocks.py`. width and span are multiples of a block, or cover the row.
-        amax: float32, outer amaxes; written first if `measure` (a tile is a whole row). With outer_per_column, column
-            c's is c behind the tile's.
+        amax: float32, outer amaxes; written first if `measure` (a tile is a whole row). With
+            outer_per_column, column c's is c behind the tile's.
         key: uint64 [5], see `fill_draws`; rows int64 [R] or [0]: the row index that names a row's draws.
-        values: float32 [R, columns], flat, written if want_values; else codes, uint8 rows of code_bytes, and scales
-            (float32 ones for RULE_FP32), rows of scale_columns; `transposed` stores columns as rows.
+        values: float32 [R, columns], flat, written if want_values; else codes, uint8 rows of code_bytes, and
+            scales (float32 ones for RULE_FP32), rows of scale_columns; `transposed` stores columns as rows.
     """
     items_per_tile = (columns + width - 1) // width
     reach = min(span, columns)
@@ -144,6 +146,7 @@ def quantize_tiles(
     source_bytes = (columns + 1) >> 1 if source_packed else columns
     source_blocks = block_count(columns, source_shift)
     row_x = tile_x if source else x
+    zero = np.int64(0)  # a literal would compile the passes once more
 
     for item in range(first, last):
         t = item // items_per_tile
@@ -162,8 +165,8 @@ def quantize_tiles(
                 r = start + i
                 if source:
                     decode_row(
-                        source_codes, r * source_bytes + (c >> 1 if source_packed else c), n, source_packed, code_table,
-                        pair_table, source_scales, source_scales_fp32,
+                        source_codes, r * source_bytes + (c >> 1 if source_packed else c), n, source_packed,
+                        code_table, pair_table, source_scales, source_scales_fp32,
                         r * source_blocks + block_of(c, source_shift), source_fp32, scale_table, source_shift,
                         source_outer[r], source_scale, tile_x, i * reach,
                     )  # fmt: skip
@@ -182,7 +185,7 @@ def quantize_tiles(
                     peak, nb, floor, F32(1 / element_max), element_exponent, byte, factor, decoded
                 )
             if four_over_six:
-                e4m3_scales(peak, nb, F32(1.5), True, s_enc, s_dec, byte4, factor4, decoded4)
+                e4m3_scales(peak, nb, F32(1.5), four_over_six, s_enc, s_dec, byte4, factor4, decoded4)
                 for b in range(nb):
                     error[b] = F32(0)
                     error4[b] = F32(0)
@@ -197,8 +200,8 @@ def quantize_tiles(
                 for i in range(count):
                     r = start + i
                     at = i * reach if source else r * columns + c
-                    multiply(row_x, at, n, factor4 if stage == FOUR else factor, shift, scaled, 0)
-                    drawn = 0
+                    multiply(row_x, at, n, factor4 if stage == FOUR else factor, shift, scaled, zero)
+                    drawn = zero
                     if stochastic:
                         name = rows[r] if rows.size else r
                         drawn = fill_draws(U64(name) * U64(columns) + U64(c), n, key, words)
@@ -208,12 +211,12 @@ def quantize_tiles(
                         else:
                             nearest_values(scaled, n, element, rounded)
                         if stage == FINAL:
-                            multiply(rounded, 0, n, decoded, shift, values, r * columns + c)
+                            multiply(rounded, zero, n, decoded, shift, values, r * columns + c)
                         else:
                             four = stage == FOUR
                             add_errors(
-                                rounded, row_x, at, n, decoded4 if four else decoded, outer_amax, outer_max, shift,
-                                scaled, error4 if four else error,
+                                rounded, row_x, at, n, decoded4 if four else decoded, outer_amax, outer_max,
+                                shift, scaled, error4 if four else error,
                             )  # fmt: skip
                         continue
                     row_codes = i * reach if transposed else 0
