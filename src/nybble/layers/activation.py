@@ -79,17 +79,14 @@ def _caps(act: Any) -> tuple[float, float] | None:
 def softcapped_backward(gate_up: Tensor, dh: Tensor, gate_cap: float, up_cap: float) -> Tensor:
     """Gradient of a tanh(g / a) sigmoid(g) b tanh(u / b), as in Inkling 2, at [R, 2I] FP32 for dh [R, I]."""
     gate, up = gate_up.chunk(2, dim=-1)
-    out = torch.empty_like(gate_up)
-    dgate, dup = out.chunk(2, dim=-1)
     s, tg, tu = torch.sigmoid(gate), (gate / gate_cap).tanh_(), (up / up_cap).tanh_()
     # With l = tanh(g / a) s: dl/dg = s (1 - tanh^2) / a + l (1 - s), and a b l tanh(u / b) is the output.
     left = tg * s
     slope = torch.addcmul(s, left, tg, value=-1.0).div_(gate_cap)
     slope.add_(left).addcmul_(left, s, value=-1.0)
-    torch.mul(slope.mul_(tu), dh, out=dgate).mul_(gate_cap * up_cap)
-    left.addcmul_(left * tu, tu, value=-1.0)
-    torch.mul(left, dh, out=dup).mul_(gate_cap)
-    return out
+    dgate = slope.mul_(tu).mul_(dh).mul_(gate_cap * up_cap)
+    dup = left.addcmul_(left * tu, tu, value=-1.0).mul_(dh).mul_(gate_cap)
+    return torch.cat([dgate, dup], dim=-1)
 
 
 def silu_backward(gate_up: Tensor, dh: Tensor) -> Tensor:
