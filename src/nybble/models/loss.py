@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nybble.models.cpu import head as fused
+
 IGNORE = -100
 """Label of a position that has no target."""
 
@@ -23,6 +25,21 @@ def _chunk_rows(hidden: Tensor, vocabulary: int) -> int:
     return max(16, elements // max(vocabulary, 1))
 
 
+def _rows(z: Tensor, labels: Tensor, cap: float, share: Tensor) -> Tensor:
+    """Loss of each row [n] of z [n, V] before its cap; z becomes share * d loss / d z."""
+    keep = (labels != IGNORE)[:, None]
+    aim = torch.where(keep, labels[:, None], 0)
+    squashed = z.div_(cap).tanh_()
+    logits = squashed * cap
+    picked = logits.gather(1, aim)
+    lse = torch.logsumexp(logits, dim=-1, keepdim=True)
+    weight = torch.where(keep, share, 0.0)
+    d = logits.sub_(lse).exp_().mul_(weight).scatter_add_(1, aim, -weight)
+    # through cap * tanh(z / cap): times 1 - tanh^2
+    z.square_().neg_().add_(1.0).mul_(d)
+    return torch.where(keep, lse - picked, 0.0)[:, 0]
+
+
 class _HeadLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, head: Tensor, labels: Tensor, cap: float) -> tuple[Tensor, Tensor]:
@@ -30,30 +47,21 @@ class _HeadLoss(torch.autograd.Function):
         needs_hidden, needs_head = ctx.needs_input_grad[0], ctx.needs_input_grad[1]
         weight = head.to(hidden.dtype)
         nll = torch.zeros(T, dtype=torch.float32, device=hidden.device)
-        counted = labels != IGNORE
-        targets = torch.where(counted, labels, 0)
-        mean = 1.0 / counted.sum().clamp(min=1).float()
+        share = 1.0 / (labels != IGNORE).sum().clamp(min=1).float()
         dhidden = torch.empty_like(hidden) if needs_hidden else None
         dhead = torch.zeros_like(head, dtype=torch.float32) if needs_head else None
         rows = _chunk_rows(hidden, V)
+        # one buffer for all chunks: fresh pages cost as much as the product that fills them
+        buffer = hidden.new_empty(min(rows, T), V)
         for start in range(0, T, rows):
             part = slice(start, start + rows)
             x = hidden[part]
-            squashed = (x @ weight.T).float().mul_(1.0 / cap).tanh_()
-            aim, keep = targets[part, None], counted[part, None]
-            logits = squashed * cap
-            picked = logits.gather(1, aim)
-            # logits lie within the cap, so that exp neither overflows nor vanishes once the cap is taken off
-            d = logits.sub_(cap).exp_()
-            total = d.sum(-1, keepdim=True)
-            nll[part] = torch.where(keep, total.log() + (cap - picked), 0.0)[:, 0]
-            if dhidden is None and dhead is None:
-                continue
-            share = torch.where(keep, mean, 0.0)
-            d.mul_(share / total)
-            d.scatter_add_(1, aim, -share)
-            # through cap * tanh(z / cap): times 1 - tanh^2
-            d = d.addcmul_(d, squashed.square_(), value=-1.0).to(hidden.dtype)
+            z = torch.mm(x, weight.T, out=buffer[: x.shape[0]]).float()
+            if z.device.type == "cpu" and cap <= fused.LARGEST_CAP:
+                nll[part] = fused.rows(z, labels[part], cap, share)
+            else:
+                nll[part] = _rows(z, labels[part], cap, share)
+            d = z.to(hidden.dtype)
             if dhidden is not None:
                 torch.mm(d, weight, out=dhidden[part])
             if dhead is not None:
@@ -64,7 +72,7 @@ class _HeadLoss(torch.autograd.Function):
         ctx.save_for_backward(dhidden, dhead)
         ctx.head_dtype = head.dtype
         ctx.mark_non_differentiable(nll)
-        return nll.sum() * mean, nll
+        return nll.sum() * share, nll
 
     @staticmethod
     def backward(ctx: Any, dloss: Tensor, _: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+from huggingface_hub.errors import StrictDataclassError
 from transformers import Inkling2TextConfig
 
 from nybble.errors import NybbleError
@@ -31,8 +32,11 @@ class Preset:
         return int(self.model_config().unpadded_vocab_size)
 
     def model_config(self, **changes: Any) -> Inkling2TextConfig:
-        """The configuration, with fields changed."""
-        return Inkling2TextConfig(**{**self.config, **changes})
+        """The configuration, with fields changed; NybbleError for values that transformers refuses."""
+        try:
+            return Inkling2TextConfig(**{**self.config, **changes})
+        except (StrictDataclassError, ValueError, TypeError) as error:
+            raise NybbleError(f"model config: {error.__cause__ or error}") from error
 
 
 def _vocabulary(size: int) -> dict[str, Any]:
@@ -70,7 +74,7 @@ _PRESETS = (
     ),
     Preset(
         name="small",
-        description="about 300 M parameters, 60 M active: one GPU",
+        description="about 310 M parameters, 64 M of them in a token's products: one GPU",
         config={
             **_vocabulary(32768),
             "hidden_size": 512,

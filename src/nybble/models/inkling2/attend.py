@@ -137,6 +137,8 @@ def _forward(
     window: int | None,
     scale: float,
 ) -> Tensor:
+    if q.numel() == 0:
+        return torch.empty_like(q)
     shape = _shape(q, k, window, scale)
     h, G = shape.h, shape.G
     qr, kr, vr, rr, sr = (
@@ -178,6 +180,8 @@ def _backward(
     window: int | None,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    if q.numel() == 0:
+        return tuple(x.new_zeros(x.shape) for x in (q, k, v, rel, proj, sink))  # type: ignore[return-value]
     shape = _shape(q, k, window, scale)
     h, G, extent = shape.h, shape.G, proj.shape[1]
     qr, kr, vr, rr, sr = (
@@ -308,7 +312,7 @@ def attend_flex(
         return score + torch.where(near, bias[b, head, i, distance.clamp(0, extent - 1)], 0.0)
 
     compiled = torch.compiler.is_compiling() or q.device.type == "cpu"
-    flex: Callable[..., Any] = flex_attention if compiled else _compiled_flex()
+    flex: Any = flex_attention if compiled else _compiled_flex()
     with warnings.catch_warnings():
         if not torch.compiler.is_compiling():
             warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")

@@ -6,40 +6,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nybble.models.cpu import conv as fused
 from nybble.models.inkling2.context import Context
 from nybble.models.linear import Linear
 from nybble.models.norms import by_hand
 
 
 class _ShortConv(torch.autograd.Function):
-    """y_t = sum over lags l of taps[l] * x_{t-l}; `same[l-1]` [B, S, 1] zeroes what a lag must not reach."""
-
     @staticmethod
     def forward(ctx: Any, x: Tensor, taps: Tensor, *same: Tensor) -> Tensor:
-        S = x.shape[1]
-        y = x * taps[0]
-        for lag in range(1, min(len(taps), S)):
-            past = x[:, : S - lag]
-            if same:
-                past = past * same[lag - 1][:, lag:]
-            y[:, lag:].addcmul_(past, taps[lag])
         ctx.save_for_backward(x, taps, *same)
-        return y
+        return fused.forward(x, taps, same)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, taps, *same = ctx.saved_tensors
-        S = x.shape[1]
-        dx = dy * taps[0]
-        dtaps = torch.zeros_like(taps)
-        dtaps[0] = (dy * x).sum((0, 1))
-        for lag in range(1, min(len(taps), S)):
-            late = dy[:, lag:]
-            if same:
-                late = late * same[lag - 1][:, lag:]
-            dx[:, : S - lag].addcmul_(late, taps[lag])
-            dtaps[lag] = (late * x[:, : S - lag]).sum((0, 1))
-        return dx, dtaps, *(None for _ in same)
+        return *fused.backward(dy, x, taps, tuple(same)), *(None for _ in same)
 
 
 def lagged(x: Tensor, past: Tensor | None, lag: int) -> Tensor:
@@ -97,11 +79,11 @@ class DynamicShortConvolution(nn.Module):
         past = context.conv_state(x, self.layer, self.slot, self.kernel)
         same = context.same
         dynamic = self.weight_proj(driver).float().view(B, S, self.heads, self.kernel)
-        static = self.static_weight.float().view(self.kernel, self.heads, -1)
-        y = x.view(B, S, self.heads, -1) * (1.0 + static[0] + dynamic[..., :1])
+        static = self.static_weight.float().view(self.kernel, self.heads, C // self.heads)
+        y = x.view(B, S, self.heads, C // self.heads) * (1.0 + static[0] + dynamic[..., :1])
         for lag in range(1, self.kernel):
             late = lagged(x, past, lag)
             if same:
                 late = late * same[lag - 1]
-            y = y + late.view(B, S, self.heads, -1) * (static[lag] + dynamic[..., lag, None])
+            y = y + late.view(B, S, self.heads, C // self.heads) * (static[lag] + dynamic[..., lag, None])
         return (y.reshape(B, S, C) / math.sqrt(2 * self.kernel + 1)).to(dtype)

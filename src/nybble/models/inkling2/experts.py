@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import Inkling2TextConfig
 
-from nybble.models.norms import by_hand, row_dot
+from nybble.models.cpu import swiglu
+from nybble.models.norms import by_hand
 
 
 def sort_by_expert(experts: Tensor, E: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -39,7 +40,7 @@ class SoftcappedSwiGLU(nn.Module):
     def forward(self, gate: Tensor, up: Tensor) -> Tensor:
         dtype, gate, up = gate.dtype, gate.float(), up.float()
         if by_hand(gate):
-            return _SoftcappedSwiGLU.apply(gate, up, self.gate_cap, self.up_cap)
+            return _SoftcappedSwiGLU.apply(gate, up, (self.gate_cap, self.up_cap)).to(dtype)
         a = self.gate_cap * torch.tanh(gate / self.gate_cap)
         b = self.up_cap * torch.tanh(up / self.up_cap)
         return (a * torch.sigmoid(gate) * b).to(dtype)
@@ -49,45 +50,17 @@ class _SoftcappedSwiGLU(torch.autograd.Function):
     """Keeps only gate and up, and computes the rest again in the backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor, gate_cap: float, up_cap: float) -> Tensor:
+    def forward(ctx: Any, gate: Tensor, up: Tensor, caps: tuple[float, float]) -> Tensor:
         ctx.save_for_backward(gate, up)
-        ctx.caps = gate_cap, up_cap
-        return swiglu(gate, up, gate_cap, up_cap)
+        ctx.caps = caps
+        return swiglu.forward(swiglu.joined(gate, up), caps).view(gate.shape)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         gate, up = ctx.saved_tensors
-        d = torch.empty(*gate.shape[:-1], 2 * gate.shape[-1])
-        swiglu_backward(gate, up, dy, None, d, *ctx.caps)
-        return *d.chunk(2, dim=-1), None, None
-
-
-def swiglu(gate: Tensor, up: Tensor, gate_cap: float, up_cap: float) -> Tensor:
-    """Soft-capped SwiGLU of FP32 gate and up."""
-    y = (gate / gate_cap).tanh_().mul_(gate_cap * up_cap)
-    return y.mul_(torch.sigmoid(gate)).mul_((up / up_cap).tanh_())
-
-
-def swiglu_backward(
-    gate: Tensor, up: Tensor, dy: Tensor, w: Tensor | None, out: Tensor, gate_cap: float, up_cap: float
-) -> Tensor:
-    """Write d gate and d up for the gradient dy * w side by side into `out`; returns `swiglu`'s output."""
-    width = gate.shape[-1]
-    tg = (gate / gate_cap).tanh_()
-    tu = (up / up_cap).tanh_()
-    s = torch.sigmoid(gate)
-    left = tg * s  # the output is gate_cap * up_cap * left * tu
-    dgate, dup = out[..., :width], out[..., width:]
-    # d left / d gate = s * (1 - tg^2) / gate_cap + left * (1 - s)
-    torch.addcmul(s, left, tg, value=-1.0, out=dgate)
-    dgate.div_(gate_cap).add_(left).addcmul_(left, s, value=-1.0)
-    # d up_cap * tu / d up = 1 - tu^2
-    y = left.mul(tu)
-    torch.addcmul(left, y, tu, value=-1.0, out=dup)
-    scaled = dy * gate_cap if w is None else dy * (w * gate_cap)
-    dup.mul_(scaled)
-    dgate.mul_(tu).mul_(scaled).mul_(up_cap)
-    return y.mul_(gate_cap * up_cap)
+        width = gate.shape[-1]
+        d, _, _ = swiglu.backward(swiglu.joined(gate, up), dy.reshape(-1, width), None, ctx.caps)
+        return d[:, :width].view(gate.shape), d[:, width:].view(gate.shape), None
 
 
 class _ExpertsByHand(torch.autograd.Function):
@@ -107,12 +80,16 @@ class _ExpertsByHand(torch.autograd.Function):
         spans = _spans(ends)
         for e, part in spans:
             torch.mm(rows[part], gate_up[e].T, out=h[part])
-        act = swiglu(h[:, :width], h[:, width:], *caps)
+        act = swiglu.forward(h, caps)
         for e, part in spans:
             torch.mm(act[part], down[e].T, out=y[part])
         ctx.save_for_backward(x, weights, gate_up, down, order, place, ends, h)
         ctx.caps = caps
-        return torch.bmm(weights[:, None, :], y.index_select(0, place).view(T, k, H))[:, 0]
+        y = y.index_select(0, place).view(T, k, H)
+        out = y[:, 0] * weights[:, :1]
+        for choice in range(1, k):
+            out.addcmul_(y[:, choice], weights[:, choice : choice + 1])
+        return out
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
@@ -121,22 +98,19 @@ class _ExpertsByHand(torch.autograd.Function):
         width = down.shape[2]
         token = order // k
         rows, dy = x.index_select(0, token), dout.index_select(0, token)
-        w = weights.reshape(-1)[order][:, None]
+        w = weights.reshape(-1)[order]
         dgate_up, ddown = torch.zeros_like(gate_up), torch.zeros_like(down)
         dact = h.new_empty(len(order), width)
         spans = _spans(ends)
         for e, part in spans:
             torch.mm(dy[part], down[e], out=dact[part])  # of the output before its routing weight
-        dh = torch.empty_like(h)
-        act = swiglu_backward(h[:, :width], h[:, width:], dact, w, dh, *ctx.caps)
-        dw = row_dot(dact, act)
-        act.mul_(w)
+        dh, act, dw = swiglu.backward(h, dact, w, ctx.caps)
         drows = torch.empty_like(rows)
         for e, part in spans:
             torch.mm(dy[part].T, act[part], out=ddown[e])
             torch.mm(dh[part].T, rows[part], out=dgate_up[e])
             torch.mm(dh[part], gate_up[e], out=drows[part])
-        dx = drows.index_select(0, place).view(T, k, -1).sum(1)
+        dx = drows.index_select(0, place).view(T, k, x.shape[1]).sum(1)
         return dx, dw[place].view(T, k), dgate_up, ddown, None, None, None, None
 
 
@@ -189,7 +163,7 @@ class Experts(nn.Module):
         rows = _GatherRows.apply(x, order // k, place)
         h = grouped_linear(rows, gate_up, ends)
         y = grouped_linear(self.act_fn(*h.chunk(2, dim=-1)), down, ends)
-        y = _GatherRows.apply(y, place, order).view(T, k, -1)
+        y = _GatherRows.apply(y, place, order).view(T, k, x.shape[1])
         return (y.float() * top_k_weights[..., None]).sum(1).to(dtype)
 
 

@@ -74,6 +74,11 @@ class Inkling2PreTrainedModel(PreTrainedModel):
         # a config that transformers' own class has touched names an implementation; here the device decides
         return True
 
+    @classmethod
+    def is_custom_code(cls) -> bool:
+        # transformers' table of checkpoint names for this model type holds for this class too
+        return False
+
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
         std = self.config.initializer_range

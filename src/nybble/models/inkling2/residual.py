@@ -9,64 +9,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nybble.models.norms import by_hand, rms_norm, row_dot
+from nybble.models.cpu import mix as fused
+from nybble.models.norms import by_hand, rms_norm
 
 EPS = 1e-6
 
 
 class _Mix(torch.autograd.Function):
-    """query [n, H], partial [T, H], blocks: m times [T, H] -> n times [T, H]."""
+    """query [n, H] over sqrt(H), partial [T, H], blocks [m, T, H] -> [n, T, H]."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, partial: Tensor, *blocks: Tensor) -> tuple[Tensor, ...]:
-        n, H = query.shape
-        q = query * H**-0.5
-        norm = torch.linalg.vector_norm(partial, dim=-1, keepdim=True)
-        rstd = norm.square_().div_(H).add_(EPS).rsqrt_()  # [T, 1]
-        scores = torch.stack([*(x @ q.T for x in blocks), (partial @ q.T) * rstd], dim=-1)  # [T, n, m + 1]
-        weights = torch.softmax(scores, dim=-1)
-        outs = []
-        for i in range(n):
-            out = partial * (weights[:, i, -1:] * rstd)
-            for j, x in enumerate(blocks):
-                out.addcmul_(x, weights[:, i, j : j + 1])
-            outs.append(out)
-        ctx.save_for_backward(q, partial, rstd, scores[..., -1], weights, *blocks)
-        return tuple(outs)
+    def forward(ctx: Any, query: Tensor, partial: Tensor, blocks: Tensor) -> Tensor:
+        outs, *saved = fused.forward(query, partial, blocks, EPS)
+        ctx.save_for_backward(query, partial, blocks, *saved)
+        return outs
 
     @staticmethod
-    def backward(ctx: Any, *douts: Tensor) -> tuple[Tensor | None, ...]:
-        q, partial, rstd, last, weights, *blocks = ctx.saved_tensors
-        n, H = q.shape
-        dweights = torch.stack(
-            [
-                torch.cat([*(row_dot(d, x) for x in blocks), row_dot(d, partial) * rstd], dim=-1)
-                for d in douts
-            ],
-            dim=1,
-        )
-        dscores = torch._softmax_backward_data(dweights, weights, -1, weights.dtype)
-        dq = torch.zeros_like(q)
-        dblocks: list[Tensor | None] = []
-        for j, x in enumerate(blocks):
-            ds = dscores[..., j]
-            dq.addmm_(ds.T, x)
-            if not ctx.needs_input_grad[2 + j]:
-                dblocks.append(None)
-                continue
-            dx = ds @ q
-            for i in range(n):
-                dx.addcmul_(douts[i], weights[:, i, j : j + 1])
-            dblocks.append(dx)
-        ds, w = dscores[..., -1], weights[..., -1]
-        dq.addmm_((ds * rstd).T, partial)
-        # through the norm: the gradient along the normalised partial is known without another pass
-        along = (w * dweights[..., -1] + ds * last).sum(-1, keepdim=True)
-        dpartial = (ds * rstd) @ q
-        for i in range(n):
-            dpartial.addcmul_(douts[i], w[:, i : i + 1] * rstd)
-        dpartial.addcmul_(partial, along * rstd * rstd / -H)
-        return dq * H**-0.5, dpartial, *dblocks
+    def backward(ctx: Any, douts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return fused.backward(douts, *ctx.saved_tensors)
 
 
 class BlockAttentionResidual(nn.Module):
@@ -84,9 +44,11 @@ class BlockAttentionResidual(nn.Module):
         H = partial.shape[-1]
         query = self.query.float().view(-1, H)
         partial = partial.float()
+        scaled = query * H**-0.5
         if by_hand(partial):
-            outs = _Mix.apply(query, partial.reshape(-1, H), *(x.reshape(-1, H) for x in blocks))
-            return tuple(out.view(partial.shape) for out in outs)
+            stacked = blocks[0][None] if len(blocks) == 1 else torch.stack(blocks)
+            outs = _Mix.apply(scaled, partial.reshape(-1, H), stacked.flatten(1, -2))
+            return outs.view(query.shape[0], *partial.shape).unbind(0)
         sources = torch.stack([*blocks, rms_norm(partial, None, EPS)], dim=-2)  # [B, S, m + 1, H]
-        weights = torch.softmax(sources @ (query * H**-0.5).T, dim=-2)  # [B, S, m + 1, n]
+        weights = torch.softmax(sources @ scaled.T, dim=-2)  # [B, S, m + 1, n]
         return (weights.transpose(-1, -2) @ sources).unbind(-2)

@@ -1,0 +1,17 @@
+"""One thread, a fixed seed, and no progress bars."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from transformers.utils import logging
+
+
+@pytest.fixture(autouse=True)
+def _quiet_and_repeatable() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    logging.disable_progress_bar()
+    yield
+    torch.set_num_threads(threads)

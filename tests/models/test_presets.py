@@ -1,0 +1,81 @@
+"""Presets: sizes, blocks and training settings."""
+
+import pytest
+import torch
+
+from nybble.errors import NybbleError
+from nybble.models import Inkling2ForCausalLM, presets
+
+
+def _sizes(name: str) -> tuple[int, int]:
+    """All parameters, and those that a token is multiplied with: not the embedding."""
+    config = presets.get(name).model_config()
+    with torch.device("meta"):
+        model = Inkling2ForCausalLM(config)
+    count = sum(p.numel() for p in model.parameters())
+    experts = sum(p.numel() for n, p in model.named_parameters() if ".experts." in n)
+    embedding = config.vocab_size * config.hidden_size
+    active = experts * config.num_experts_per_tok // config.n_routed_experts
+    return count, count - embedding - experts + active
+
+
+def test_sizes_are_as_described() -> None:
+    assert presets.names() == ["tiny", "small", "inkling-2-small"]
+    assert 5e6 < _sizes("tiny")[0] < 20e6
+    count, active = _sizes("small")
+    assert 280e6 < count < 340e6
+    assert 50e6 < active < 70e6
+
+
+@pytest.mark.parametrize("name", presets.names())
+def test_shapes_suit_every_format(name: str) -> None:
+    preset = presets.get(name)
+    config = preset.model_config()
+    with torch.device("meta"):
+        model = Inkling2ForCausalLM(config)
+    for parameter_name, parameter in model.named_parameters():
+        if ".experts." in parameter_name:
+            assert parameter.shape[-1] % 32 == 0
+            assert parameter.shape[-2] % 32 == 0
+    assert config.num_hidden_layers % 6 == 0, "the last sixth must be whole layers"
+    assert config.layer_types[5::6] == ["hybrid"] * (config.num_hidden_layers // 6)
+    assert preset.vocabulary == config.unpadded_vocab_size
+    assert preset.sequence <= config.max_position_embeddings
+    assert preset.batch > 0
+    assert preset.steps > 0
+    assert 0 < preset.learning_rate < 0.1
+
+
+def test_fields_can_be_changed_and_unknown_names_list_the_known() -> None:
+    assert presets.get("tiny").model_config(vocab_size=8192).vocab_size == 8192
+    with pytest.raises(
+        NybbleError, match="unknown preset 'huge'; the presets are tiny, small, inkling-2-small"
+    ):
+        presets.get("huge")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"scoring_func": "softmax"}, "scoring_func = 'softmax' is not supported"),
+        ({"attention_dropout": 0.1}, "attention_dropout"),
+        ({"num_experts_per_tok": 99}, "between 1 and n_routed_experts = 8"),
+        ({"num_key_value_heads": 5}, "multiple of num_key_value_heads = 5"),
+        ({"layer_types": ["hybrid"]}, "must be equal to the number of `layer_types`"),
+        ({"layer_types": ["full_attention"] * 6}, "may only hold"),
+        ({"unpadded_vocab_size": 5000}, "unpadded_vocab_size"),
+        ({"conv_kernel_size": 0}, "conv_kernel_size"),
+    ],
+)
+def test_impossible_configurations_name_the_field(changes: dict, message: str) -> None:
+    with pytest.raises(NybbleError, match=message):
+        Inkling2ForCausalLM(presets.get("tiny").model_config(**changes))
+
+
+def test_labels_and_ids_out_of_the_vocabulary_are_named() -> None:
+    model = Inkling2ForCausalLM(presets.get("tiny").model_config(unpadded_vocab_size=4000))
+    ids = torch.tensor([[1, 4050, 3]])
+    with pytest.raises(NybbleError, match="labels holds token 4050, but the model's vocabulary has 4000"):
+        model(ids, labels=ids)
+    with pytest.raises(NybbleError, match="input_ids holds token -1"):
+        model(torch.tensor([[1, -1]]))
