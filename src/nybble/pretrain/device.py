@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from nybble.errors import ConfigError
+from nybble.kernels import blackwell
 
 
 def pick_device(name: str) -> torch.device:
@@ -20,7 +21,10 @@ def numerics_status(device: torch.device) -> str:
     if device.type == "cpu":
         return "CPU: exact numerics, emulated: numba quantisers, FP32 GEMMs on dequantised operands"
     name = torch.cuda.get_device_name(device)
-    how = (
-        "exact numerics, emulated: Triton quantisers, BF16 tensor cores on dequantised operands; no FP4 speed"
+    reason = blackwell.can_run(device, "nvfp4")
+    if reason is None:
+        return f"{name}: {blackwell.STATUS}"
+    return (
+        f"{name}: exact numerics, emulated: Triton quantisers, BF16 tensor cores on dequantised operands; "
+        f"no FP4 speed, because {reason}"
     )
-    return f"{name}: {how}"

@@ -16,6 +16,7 @@ from nybble import checkpoints
 from nybble.checkpoints.identity import check_identity
 from nybble.checkpoints.tensors import load_tensors, tensor_shapes
 from nybble.errors import CheckpointError
+from nybble.layers.refresh import refresh
 from nybble.layers.step import set_step
 from nybble.pretrain.balance import LoadBalance
 from nybble.pretrain.config import PretrainConfig
@@ -102,6 +103,9 @@ class Session:
     def set_step(self, step: int, micro: int) -> None:
         """Tells the stochastic rounding where the run is."""
         set_step(self.model, step, micro, seed=self.config.seed)
+        if micro == 0 and self.config.compile:
+            # A compiled forward pass cannot see that weights have changed, and would quantise them each time.
+            refresh(self.model)
 
     def peak_memory(self) -> int:
         """Most bytes used so far: of the GPU, or of the process on a CPU."""
