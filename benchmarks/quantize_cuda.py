@@ -2,17 +2,18 @@
 
     python benchmarks/quantize_cuda.py [--rows 16384] [--cols 8192] [--json out.json]
 
-A row counts the fewest bytes that its operation must move: inputs once (twice where an amax over the whole tensor must be known
-before anything can be rounded), outputs once. torchao, where it is installed, runs compiled beside it.
+A row counts the fewest bytes that its operation must move: inputs once (twice where an amax of the whole
+tensor must be known before anything is rounded), outputs once. torchao, where installed, runs compiled beside it.
 """
 
 import argparse
 import json
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 import torch
-from triton.testing import do_bench
+from triton.testing import do_bench_cudagraph
 
 from nybble.formats import ops, philox
 from nybble.kernels import can_run
@@ -30,12 +31,23 @@ class Row:
     ms: float = 0.0
     tb_per_s: float = 0.0
     share_of_copy: float = 0.0
-    values_per_ns: float = 0.0
+    host_us: float = 0.0
 
 
 def median_ms(f: Callable[[], object]) -> float:
-    """Of do_bench, whose own L2 flush keeps repeats honest."""
-    return do_bench(f, warmup=15, rep=80, return_mode="median")
+    """Of replays of a captured graph: the GPU's time alone. Inputs exceed the L2 cache."""
+    return do_bench_cudagraph(f, rep=30, return_mode="median")
+
+
+def host_us(f: Callable[[], object], calls: int = 20) -> float:
+    """Microseconds of the host for one call, while the GPU is kept busy by those before."""
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(calls):
+        f()
+    spent = time.perf_counter() - start
+    torch.cuda.synchronize()
+    return spent / calls * 1e6
 
 
 def copy_ceiling() -> float:
@@ -64,14 +76,26 @@ def ladder(rows: int, cols: int, experts: int) -> list[tuple[Row, Callable[[], o
 
     return [
         (Row("nvfp4 quantize, outer row", 2 + NVFP4_BYTES), lambda: q(x, "nvfp4", outer="row")),
-        (Row("nvfp4 quantize, outer row, stochastic", 2 + NVFP4_BYTES), lambda: q(x, "nvfp4", outer="row", **sr)),
+        (
+            Row("nvfp4 quantize, outer row, stochastic", 2 + NVFP4_BYTES),
+            lambda: q(x, "nvfp4", outer="row", **sr),
+        ),
         (Row("nvfp4 quantize, outer tensor (two reads)", 4 + NVFP4_BYTES), lambda: q(x, "nvfp4")),
-        (Row("nvfp4 quantize, outer tensor, stochastic (two reads)", 4 + NVFP4_BYTES), lambda: q(x, "nvfp4", **sr)),
-        (Row("nvfp4 quantize of FP32, outer matrix (two reads)", 8 + NVFP4_BYTES), lambda: q(weight, "nvfp4", outer="matrix")),
+        (
+            Row("nvfp4 quantize, outer tensor, stochastic (two reads)", 4 + NVFP4_BYTES),
+            lambda: q(x, "nvfp4", **sr),
+        ),
+        (
+            Row("nvfp4 quantize of FP32, outer matrix (two reads)", 8 + NVFP4_BYTES),
+            lambda: q(weight, "nvfp4", outer="matrix"),
+        ),
         (Row("nvfp4-16x16 quantize (two reads)", 4.5 + 1 / 256), lambda: q(x, "nvfp4-16x16")),
         (Row("nvfp4-4over6 quantize, outer row", 2 + NVFP4_BYTES), lambda: q(x, "nvfp4-4over6", outer="row")),
         (Row("nvfp4 quantize-dequantize, outer row", 4), lambda: fq(x, "nvfp4", bf16, outer="row")),
-        (Row("nvfp4 quantize-dequantize, outer row, stochastic", 4), lambda: fq(x, "nvfp4", bf16, outer="row", **sr)),
+        (
+            Row("nvfp4 quantize-dequantize, outer row, stochastic", 4),
+            lambda: fq(x, "nvfp4", bf16, outer="row", **sr),
+        ),
         (Row("mxfp8 quantize", 2 + MXFP8_BYTES), lambda: q(x, "mxfp8")),
         (Row("mxfp8 quantize, stochastic", 2 + MXFP8_BYTES), lambda: q(x, "mxfp8", **sr)),
         (Row("mxfp4 quantize", 2 + 0.5 + 1 / 32), lambda: q(x, "mxfp4")),
@@ -83,14 +107,23 @@ def ladder(rows: int, cols: int, experts: int) -> list[tuple[Row, Callable[[], o
         (Row("mxfp8 quantize along tokens, stochastic", 2 + MXFP8_BYTES), lambda: q(x, "mxfp8", -2, **sr)),
         (Row("mxfp8 quantize along tokens, grouped", 2 + MXFP8_BYTES), lambda: q(x, "mxfp8", -2, offs=offs)),
         (Row("mxfp8 quantize-dequantize along tokens", 4), lambda: fq(x, "mxfp8", bf16, -2)),
-        (Row("mxfp8 quantize-dequantize along both axes", 6), lambda: launch_both.fake_quantize_both(x, "mxfp8", bf16)),
+        (
+            Row("mxfp8 quantize-dequantize along both axes", 6),
+            lambda: launch_both.fake_quantize_both(x, "mxfp8", bf16),
+        ),
         (Row("nvfp4 codes -> mxfp8 along tokens", NVFP4_BYTES + MXFP8_BYTES), lambda: requantize()),
-        (Row("nvfp4 codes -> mxfp8 along tokens, stochastic", NVFP4_BYTES + MXFP8_BYTES), lambda: requantize(**sr)),
+        (
+            Row("nvfp4 codes -> mxfp8 along tokens, stochastic", NVFP4_BYTES + MXFP8_BYTES),
+            lambda: requantize(**sr),
+        ),
         (
             Row("nvfp4 codes -> mxfp8 along tokens, stochastic, grouped", NVFP4_BYTES + MXFP8_BYTES),
             lambda: requantize(offs=offs, **sr),
         ),
-        (Row("nvfp4 codes -> mxfp8 values along tokens, stochastic", NVFP4_BYTES + 2), lambda: fake_requantize(**sr)),
+        (
+            Row("nvfp4 codes -> mxfp8 values along tokens, stochastic", NVFP4_BYTES + 2),
+            lambda: fake_requantize(**sr),
+        ),
         (
             Row("nvfp4 dequantize to BF16", NVFP4_BYTES + 2),
             lambda: ops.dequantize(codes, scales, amax, "nvfp4", -1, shape, bf16, "row", False),
@@ -116,7 +149,9 @@ def torchao_rows(rows: int, cols: int) -> list[tuple[Row, Callable[[], object]]]
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rows", type=int, default=16384)
     parser.add_argument("--cols", type=int, default=8192)
     parser.add_argument("--experts", type=int, default=16)
@@ -128,14 +163,17 @@ def main() -> None:
     copy = copy_ceiling()
     values = args.rows * args.cols
     print(f"{torch.cuda.get_device_name()}, BF16 [{args.rows}, {args.cols}], copy {copy / 1e12:.2f} TB/s")
-    print(f"{'':58s} {'ms':>8s} {'TB/s':>6s} {'of copy':>8s}")
+    print(f"{'':58s} {'ms':>8s} {'TB/s':>6s} {'of copy':>8s} {'host us':>8s}")
     done = []
     for row, f in ladder(args.rows, args.cols, args.experts) + torchao_rows(args.rows, args.cols):
         row.ms = median_ms(f)
         row.tb_per_s = row.bytes_per_value * values / row.ms / 1e9
         row.share_of_copy = row.tb_per_s * 1e12 / copy
-        row.values_per_ns = values / row.ms / 1e6
-        print(f"{row.name:58s} {row.ms:8.4f} {row.tb_per_s:6.2f} {row.share_of_copy:8.1%}", flush=True)
+        row.host_us = host_us(f)
+        print(
+            f"{row.name:58s} {row.ms:8.4f} {row.tb_per_s:6.2f} {row.share_of_copy:8.1%} {row.host_us:8.0f}",
+            flush=True,
+        )
         done.append(asdict(row))
     if args.json:
         with open(args.json, "w") as out:

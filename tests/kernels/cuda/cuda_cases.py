@@ -15,7 +15,9 @@ ROWS_OFFS = (0, 1, 8, 41, 41, 60)
 def hostile(rows: int, cols: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Tensor:
     """Values over 24 binades, with zeros of both signs, ties, subnormals, huge values, a NaN and an Inf."""
     gen = torch.Generator().manual_seed(seed)
-    x = torch.randn(rows, cols, generator=gen) * torch.exp2(torch.randint(-12, 12, (rows, cols), generator=gen).float())
+    x = torch.randn(rows, cols, generator=gen) * torch.exp2(
+        torch.randint(-12, 12, (rows, cols), generator=gen).float()
+    )
     x[0, : min(cols, 16)] = 0
     x[0, min(cols - 1, 3)] = -0.0
     if rows > 6:

@@ -46,7 +46,7 @@ def _both(x: torch.Tensor, *arguments: Any, **named: Any) -> Any:
 
 
 def register() -> None:
-    """Make the Triton kernels the implementation of `torch.ops.nybble.*` for CUDA tensors, where triton is installed."""
+    """Make the Triton kernels the implementation of the ops for CUDA tensors, where triton is installed."""
     if importlib.util.find_spec("triton") is None:
         return
     dispatch.provide("cuda", _can_run)

@@ -1,17 +1,20 @@
 """MXFP8 values along the features and along the tokens from one read: the two forms of an output gradient."""
+# mypy: ignore-errors
+# ruff: noqa: RUF005 -- Triton adds tuples but does not unpack them
 
 import triton
 import triton.language as tl
 
 from nybble.kernels.cuda import scales as rule
-from nybble.kernels.cuda.columns import column_words, load_source, over_lanes, tile_maxima, to_lanes
+from nybble.kernels.cuda.columns import column_words, over_lanes, to_lanes
 from nybble.kernels.cuda.draws import draw_words, load_key
 from nybble.kernels.cuda.elements import e4m3_values
 from nybble.kernels.cuda.registers import magnitude, magnitude_bits, store_values
 from nybble.kernels.cuda.rows import e4m3_words
+from nybble.kernels.cuda.sources import load_source, tile_maxima
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "blocks", "tag_rows", "tag_columns"])
 def fake_quantize_both(
     x_ptr,
     along_rows_ptr,  # values whose blocks run along the features
@@ -57,7 +60,23 @@ def fake_quantize_both(
     draws = ()
     for i in tl.static_range(8):
         mask = inside & (first + i < count)
-        raw, _, _ = load_source(x_ptr, None, None, None, row + i, 0, row_stride, column, columns, mask, SOURCE, False, 1, ASM)
+        raw, _, _ = load_source(
+            x_ptr,
+            None,
+            None,
+            None,
+            row * row_stride + column,
+            i,
+            row_stride,
+            row,
+            columns,
+            column,
+            mask,
+            SOURCE,
+            False,
+            1,
+            ASM,
+        )
         raws = raws + (raw,)
         zeros = zeros + (0.0,)
 

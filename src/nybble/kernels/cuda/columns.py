@@ -1,9 +1,11 @@
 """Quantise along the tokens (axis -2), and re-round NVFP4 codes along them: blocks never cross a token group.
 
-A thread owns 8 tokens x 8 features: one Philox call serves the features of a token, one word of output the tokens of a feature.
-The lanes of a warp cover one block of tokens, so a block's maximum takes two or three shuffles. Codes leave through a
-transposition of 32-bit words.
+A thread owns 8 tokens x 8 features: one Philox call serves the features of a token, one word of output the
+tokens of a feature. The lanes of a warp cover one block of tokens, so a block's maximum takes a few shuffles.
+Codes leave through a transposition of 32-bit words.
 """
+# mypy: ignore-errors
+# ruff: noqa: RUF005 -- Triton adds tuples but does not unpack them
 
 import triton
 import triton.language as tl
@@ -13,138 +15,31 @@ from nybble.kernels.cuda.draws import draw_words, load_key
 from nybble.kernels.cuda.elements import (
     bits,
     e2m1_magnitude,
-    e2m1_nearest,
-    e2m1_stochastic,
-    e4m3_stochastic,
+    e2m1_rounded,
+    e4m3_rounded,
     e4m3_values,
     e4m3_word_nearest,
     e4m3_word_stochastic,
-    sixteen_high,
-    sixteen_low,
-    twice_high,
-    twice_low,
     value,
     with_sign,
 )
-from nybble.kernels.cuda.registers import (
-    even_odd_bytes,
-    floats,
-    high_bytes,
-    load_e4m3,
-    load_nvfp4,
-    load_raw,
-    magnitudes,
-    max_pairs,
-    store_values,
-    top_bytes,
-    umax,
+from nybble.kernels.cuda.registers import store_values
+from nybble.kernels.cuda.sources import (
+    NVFP4,
+    column_signs,
+    load_source,
+    source_floats,
+    source_magnitudes,
+    tile_maxima,
 )
-
-BF16 = tl.constexpr(0)
-FP32 = tl.constexpr(1)
-NVFP4 = tl.constexpr(2)
-
-
-@triton.jit
-def load_source(x_ptr, codes_ptr, scales_ptr, sdec_ptr, row, origin, row_stride, column, columns, mask,
-                SOURCE: tl.constexpr, SDEC_ROWS: tl.constexpr, SCALE_ROWS: tl.constexpr, ASM: tl.constexpr):  # fmt: skip
-    """(raw, sf, s_dec) of eight features of a token: pairs, FP32, or a word of NVFP4 codes and their two scales."""
-    if SOURCE == NVFP4:
-        word = load_nvfp4(codes_ptr, (row * columns + column) // 8, mask)
-        per_row = (columns + 15) // 16
-        sf = load_e4m3(scales_ptr, (row // SCALE_ROWS) * per_row + column // 16, mask, ASM)
-        s_dec = tl.load(sdec_ptr + (row if SDEC_ROWS else row * 0), mask=mask, other=0.0)
-        # Codes decode 2^126 too small, of which the scale takes 118 and S_dec 8: nothing overflows, nothing rounds twice.
-        return (word,), sf * 2.0**118, s_dec * 256.0
-    else:
-        return load_raw(x_ptr, origin + row * row_stride + column, mask, SOURCE == BF16), 0.0, 0.0
-
-
-@triton.jit
-def source_magnitudes(raw, sf, s_dec, SOURCE: tl.constexpr):
-    """Eight magnitudes, FP32."""
-    if SOURCE == NVFP4:
-        out = ()
-        for j in tl.static_range(8):
-            field = (raw[0] << (22 - 4 * j)) if j < 6 else (raw[0] >> (4 * j - 22))
-            out = out + ((value(field & 0x01C00000) * sf) * s_dec,)
-        return out
-    else:
-        return magnitudes(raw, SOURCE == BF16)
-
-
-@triton.jit
-def source_floats(raw, sf, s_dec, SOURCE: tl.constexpr):
-    """Eight signed values, FP32."""
-    if SOURCE == NVFP4:
-        a = source_magnitudes(raw, sf, s_dec, SOURCE)
-        out = ()
-        for j in tl.static_range(8):
-            out = out + (value(bits(a[j]) | ((raw[0] << (28 - 4 * j)) & 0x80000000)),)
-        return out
-    else:
-        return floats(raw, SOURCE == BF16)
-
-
-@triton.jit
-def tile_maxima(raws, sfs, sdecs, SOURCE: tl.constexpr, ASM: tl.constexpr):
-    """Bits of the largest magnitude of each of eight features over a thread's eight tokens; NaN above Inf."""
-    out = ()
-    if SOURCE == BF16:
-        for k in tl.static_range(4):
-            m = raws[0][k] & 0x7FFF7FFF
-            for i in tl.static_range(1, 8):
-                m = max_pairs(m, raws[i][k] & 0x7FFF7FFF, ASM)
-            out = out + (m << 16, m & 0x7FFF0000)
-    elif SOURCE == FP32:
-        for j in tl.static_range(8):
-            m = bits(raws[0][j]) & 0x7FFFFFFF
-            for i in tl.static_range(1, 8):
-                m = umax(m, bits(raws[i][j]) & 0x7FFFFFFF)
-            out = out + (m,)
-    else:
-        most = source_magnitudes(raws[0], sfs[0], sdecs[0], SOURCE)
-        for i in tl.static_range(1, 8):
-            a = source_magnitudes(raws[i], sfs[i], sdecs[i], SOURCE)
-            larger = ()
-            for j in tl.static_range(8):
-                larger = larger + (tl.maximum(most[j], a[j], propagate_nan=tl.PropagateNan.ALL),)
-            most = larger
-        for j in tl.static_range(8):
-            out = out + (bits(most[j]) & 0x7FFFFFFF,)
-    return out
-
-
-@triton.jit
-def column_signs(raws, first, SOURCE: tl.constexpr, ASM: tl.constexpr):
-    """Eight words whose bits 7, 15, 23, 31 are the signs of a feature at tokens first .. first + 3."""
-    out = ()
-    if SOURCE == BF16:
-        for k in tl.static_range(4):
-            low = high_bytes(raws[first][k], raws[first + 1][k], ASM)
-            high = high_bytes(raws[first + 2][k], raws[first + 3][k], ASM)
-            even, odd = even_odd_bytes(low, high, ASM)
-            out = out + (even, odd)
-    elif SOURCE == FP32:
-        for j in tl.static_range(8):
-            out = out + (
-                top_bytes(
-                    bits(raws[first][j]), bits(raws[first + 1][j]), bits(raws[first + 2][j]), bits(raws[first + 3][j]), ASM
-                ),
-            )
-    else:
-        e0, o0 = even_odd_bytes(raws[first][0], raws[first + 1][0], ASM)
-        e1, o1 = even_odd_bytes(raws[first + 2][0], raws[first + 3][0], ASM)
-        b0, b2 = even_odd_bytes(e0, e1, ASM)
-        b1, b3 = even_odd_bytes(o0, o1, ASM)
-        out = (b0 << 4, b0, b1 << 4, b1, b2 << 4, b2, b3 << 4, b3)
-    return out
 
 
 @triton.jit
 def join8(t):
     """Eight tensors as one with a last dimension of 8."""
-    a = tl.join(tl.join(tl.join(t[0], t[4]), tl.join(t[2], t[6])), tl.join(tl.join(t[1], t[5]), tl.join(t[3], t[7])))
+    a = tl.join(
+        tl.join(tl.join(t[0], t[4]), tl.join(t[2], t[6])), tl.join(tl.join(t[1], t[5]), tl.join(t[3], t[7]))
+    )
     return tl.reshape(a, t[0].shape + (8,))
 
 
@@ -160,7 +55,7 @@ def to_lanes(t, W: tl.constexpr, LANES: tl.constexpr, K: tl.constexpr):
     return tl.reshape(tl.broadcast_to(t[:, None, :], (W, LANES, K)), (W * LANES * K,))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["draw_columns", "tokens", "blocks", "tag"])
 def quantize_columns(
     x_ptr,
     source_codes_ptr,
@@ -219,19 +114,32 @@ def quantize_columns(
     row = (lead * tokens + start + first).to(tl.int64)  # of the thread's first token, in [lead * T, C]
     column = column.to(tl.int64)
 
+    if SOURCE == NVFP4:
+        at = row * (columns // 8) + column // 8
+    else:
+        at = lead * lead_stride + (start + first).to(tl.int64) * row_stride + column
     raws = ()
     sfs = ()
     sdecs = ()
     for i in tl.static_range(8):
         mask = inside & (first + i < count)
-        if SOURCE == NVFP4:
-            at = row + i
-        else:
-            at = (start + first + i).to(tl.int64)
         raw, sf, s_dec = load_source(
-            x_ptr, source_codes_ptr, source_scales_ptr, sdec_ptr, at, lead * lead_stride, row_stride, column, columns, mask,
-            SOURCE, SDEC_ROWS, SCALE_ROWS, ASM,
-        )  # fmt: skip
+            x_ptr,
+            source_codes_ptr,
+            source_scales_ptr,
+            sdec_ptr,
+            at,
+            i,
+            row_stride,
+            row,
+            columns,
+            column,
+            mask,
+            SOURCE,
+            SDEC_ROWS,
+            SCALE_ROWS,
+            ASM,
+        )
         raws = raws + (raw,)
         sfs = sfs + (sf,)
         sdecs = sdecs + (s_dec,)
@@ -254,7 +162,9 @@ def quantize_columns(
                 which = lead * 0 + tl.load(group_ptr + wb + wk * 0, mask=wb < blocks, other=0)
             elif OUTER == 4:
                 which = lead * 0 + (wk + wb) * 0
-            s_enc = rule.encode_scale(tl.load(amax_ptr + which, mask=(wk + j < columns) & (wb < blocks), other=0.0), OUTER_MAX)
+            s_enc = rule.encode_scale(
+                tl.load(amax_ptr + which, mask=(wk + j < columns) & (wb < blocks), other=0.0), OUTER_MAX
+            )
             s_dec = tl.div_rn(tl.full(s_enc.shape, 1.0, tl.float32), s_enc)
             byte, scale = rule.round_e4m3(value(m) * (s_enc * (1.0 / 6.0)), ASM)
             mul = rule.e4m3_multiplier(scale, s_dec, ASM)
@@ -289,28 +199,97 @@ def quantize_columns(
             e_row = row + i
             if HAS_ROWS:
                 e_row = tl.load(rows_ptr + e_row, mask=inside & (first + i < count), other=0)
-            draws = draws + (draw_words(e_row * draw_columns + column, load_key(key_ptr), tag.to(tl.uint32), ALIGNED),)
+            draws = draws + (
+                draw_words(e_row * draw_columns + column, load_key(key_ptr), tag.to(tl.uint32), ALIGNED),
+            )
         else:
             draws = draws + ((0, 0, 0, 0),)
 
     if E2M1:
         _finish_e2m1(
-            raws, sfs, sdecs, draws, muls, bads, scales, row, first, count, column, inside, lead, columns, blocks,
-            codes_ptr, values_ptr, BLOCK, STOCHASTIC, VALUES, SOURCE, OUT_BF16, W, ASM,
-        )  # fmt: skip
+            raws,
+            sfs,
+            sdecs,
+            draws,
+            muls,
+            bads,
+            scales,
+            row,
+            first,
+            count,
+            column,
+            inside,
+            lead,
+            columns,
+            blocks,
+            codes_ptr,
+            values_ptr,
+            BLOCK,
+            STOCHASTIC,
+            VALUES,
+            SOURCE,
+            OUT_BF16,
+            W,
+            ASM,
+        )
     else:
         _finish_e4m3(
-            raws, sfs, sdecs, draws, muls, bads, scales, row, first, count, column, inside, lead, columns, blocks,
-            codes_ptr, values_ptr, SCALE, BLOCK, STOCHASTIC, VALUES, SOURCE, OUT_BF16, W, ASM,
-        )  # fmt: skip
+            raws,
+            sfs,
+            sdecs,
+            draws,
+            muls,
+            bads,
+            scales,
+            row,
+            first,
+            count,
+            column,
+            inside,
+            lead,
+            columns,
+            blocks,
+            codes_ptr,
+            values_ptr,
+            SCALE,
+            BLOCK,
+            STOCHASTIC,
+            VALUES,
+            SOURCE,
+            OUT_BF16,
+            W,
+            ASM,
+        )
 
 
 @triton.jit
 def _finish_e4m3(
-    raws, sfs, sdecs, draws, muls, bads, scales, row, first, count, column, inside, lead, columns, blocks,
-    codes_ptr, values_ptr, SCALE: tl.constexpr, BLOCK: tl.constexpr, STOCHASTIC: tl.constexpr, VALUES: tl.constexpr,
-    SOURCE: tl.constexpr, OUT_BF16: tl.constexpr, W: tl.constexpr, ASM: tl.constexpr,
-):  # fmt: skip
+    raws,
+    sfs,
+    sdecs,
+    draws,
+    muls,
+    bads,
+    scales,
+    row,
+    first,
+    count,
+    column,
+    inside,
+    lead,
+    columns,
+    blocks,
+    codes_ptr,
+    values_ptr,
+    SCALE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    VALUES: tl.constexpr,
+    SOURCE: tl.constexpr,
+    OUT_BF16: tl.constexpr,
+    W: tl.constexpr,
+    ASM: tl.constexpr,
+):
     """Round to E4M3 and store."""
     LANES: tl.constexpr = BLOCK // 8
     K: tl.constexpr = 32 // LANES
@@ -341,9 +320,17 @@ def _finish_e4m3(
 
 @triton.jit
 def column_words(
-    raws, sfs, sdecs, draws, muls, h: tl.constexpr, SCALE: tl.constexpr, STOCHASTIC: tl.constexpr, SOURCE: tl.constexpr,
+    raws,
+    sfs,
+    sdecs,
+    draws,
+    muls,
+    h: tl.constexpr,
+    SCALE: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    SOURCE: tl.constexpr,
     ASM: tl.constexpr,
-):  # fmt: skip
+):
     """Eight words, one a feature, of the E4M3 bytes of tokens 4h .. 4h + 3."""
     out = ()
     if STOCHASTIC:
@@ -353,9 +340,7 @@ def column_words(
             a = source_magnitudes(raws[4 * h + i], sfs[4 * h + i], sdecs[4 * h + i], SOURCE)
             mine = ()
             for j in tl.static_range(8):
-                w = draws[4 * h + i][j // 2]
-                r16 = sixteen_low(w) if j % 2 == 0 else sixteen_high(w)
-                mine = mine + (e4m3_stochastic(a[j] * muls[j], r16, ASM, CLAMP),)
+                mine = mine + (e4m3_rounded(a[j] * muls[j], draws[4 * h + i], j, ASM, CLAMP),)
             s = s + (mine,)
         signs = column_signs(raws, 4 * h, SOURCE, ASM)
         for j in tl.static_range(8):
@@ -372,10 +357,31 @@ def column_words(
 
 @triton.jit
 def _finish_e2m1(
-    raws, sfs, sdecs, draws, muls, bads, scales, row, first, count, column, inside, lead, columns, blocks,
-    codes_ptr, values_ptr, BLOCK: tl.constexpr, STOCHASTIC: tl.constexpr, VALUES: tl.constexpr, SOURCE: tl.constexpr,
-    OUT_BF16: tl.constexpr, W: tl.constexpr, ASM: tl.constexpr,
-):  # fmt: skip
+    raws,
+    sfs,
+    sdecs,
+    draws,
+    muls,
+    bads,
+    scales,
+    row,
+    first,
+    count,
+    column,
+    inside,
+    lead,
+    columns,
+    blocks,
+    codes_ptr,
+    values_ptr,
+    BLOCK: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    VALUES: tl.constexpr,
+    SOURCE: tl.constexpr,
+    OUT_BF16: tl.constexpr,
+    W: tl.constexpr,
+    ASM: tl.constexpr,
+):
     """Round to E2M1 and store."""
     LANES: tl.constexpr = BLOCK // 8
     K: tl.constexpr = 32 // LANES
@@ -386,23 +392,16 @@ def _finish_e2m1(
         grown = ()
         for j in tl.static_range(8):
             a = tl.abs(x[j]) * muls[j]
-            if STOCHASTIC:
-                w = draws[i][j // 2]
-                t = e2m1_stochastic(a, twice_low(w) if j % 2 == 0 else twice_high(w), ASM)
-                index = (t >> 17) & 7
-            else:
-                t = e2m1_nearest(a)
-                index = t & 7
+            t = e2m1_rounded(a, draws[i], j, STOCHASTIC, ASM)
             if VALUES:
-                v = v + (with_sign(e2m1_magnitude(t, STOCHASTIC) * scales[j], x[j]),)
+                v = v + (with_sign(e2m1_magnitude(t) * scales[j], x[j]),)
             else:
-                nibble = (index | (bits(x[j]) >> 28 & 8)) << (4 * i)
-                if i == 0:
-                    grown = grown + (nibble,)
-                else:
-                    grown = grown + (words[j] | nibble,)
+                nibble = ((t & 7) | (bits(x[j]) >> 28 & 8)) << (4 * i)
+                grown = grown + (nibble if i == 0 else words[j] | nibble,)
         if VALUES:
-            store_values(values_ptr, (row + i) * columns + column, v, inside & (first + i < count), OUT_BF16, ASM)
+            store_values(
+                values_ptr, (row + i) * columns + column, v, inside & (first + i < count), OUT_BF16, ASM
+            )
         else:
             words = grown
     if not VALUES:

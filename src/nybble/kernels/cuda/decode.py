@@ -1,4 +1,6 @@
 """Codes back to values, and the outer decode scale of each row."""
+# mypy: ignore-errors
+# ruff: noqa: RUF005 -- Triton adds tuples but does not unpack them
 
 import triton
 import triton.language as tl
@@ -8,8 +10,10 @@ from nybble.kernels.cuda.elements import e4m3_values, value
 from nybble.kernels.cuda.registers import load_e4m3, store_values
 
 
-@triton.jit
-def row_decode_scales(amax_ptr, group_ptr, out_ptr, rows, OUTER_MAX: tl.constexpr, HAS_GROUP: tl.constexpr, N: tl.constexpr):
+@triton.jit(do_not_specialize=["rows"])
+def row_decode_scales(
+    amax_ptr, group_ptr, out_ptr, rows, OUTER_MAX: tl.constexpr, HAS_GROUP: tl.constexpr, N: tl.constexpr
+):
     """S_dec of each row: of its group's amax, or of its own."""
     row = tl.program_id(0) * N + tl.arange(0, N)
     mask = row < rows
@@ -20,7 +24,7 @@ def row_decode_scales(amax_ptr, group_ptr, out_ptr, rows, OUTER_MAX: tl.constexp
     tl.store(out_ptr + row, tl.div_rn(tl.full((N,), 1.0, tl.float32), s), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["words", "block_words", "scale_columns"])
 def decode_rows(
     codes_ptr,  # int32 words
     scales_ptr,
@@ -71,7 +75,7 @@ def decode_rows(
     store_values(values_ptr, (row * words + w) * 8, v, mask, OUT_BF16, ASM)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["groups"])
 def zero_tail(values_ptr, offs_ptr, columns, groups, N: tl.constexpr):
     """Zero the rows at or beyond the last offset of values [T, C]; a program takes N columns of a row."""
     row = tl.program_id(0).to(tl.int64)

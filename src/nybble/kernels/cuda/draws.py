@@ -1,4 +1,6 @@
-"""Philox4x32-10 in Triton: one call serves eight neighbouring elements. See `formats/philox.py` for the counter."""
+"""Philox4x32-10 in Triton: one call serves eight neighbours. Its counter: see `formats/philox.py`."""
+# mypy: ignore-errors
+# ruff: noqa: RET505 -- Triton wants an else after a return
 
 import triton
 import triton.language as tl
@@ -33,7 +35,7 @@ def load_key(key_ptr):
 
 @triton.jit
 def block_words(g, key, tag):
-    """Philox words of block g (int64): draws of elements 8 g .. 8 g + 7, two in each word, the first one low."""
+    """Philox words of block g (int64): draws of elements 8 g to 8 g + 7, two a word, the first one low."""
     k0, k1, micro, step = key
     c0 = (g & 0xFFFFFFFF).to(tl.uint32)
     c1 = ((g >> 32) & 0xFFFF).to(tl.uint32) | micro
@@ -46,7 +48,7 @@ def draw_words(e, key, tag, ALIGNED: tl.constexpr):
     if ALIGNED:
         return block_words(e >> 3, key, tag)
     else:
-        # Eight elements out of two blocks: a shift of 256 bits to the right by 16 for each element to be skipped.
+        # Eight elements out of two blocks: 256 bits shifted right by 16 for each element to be skipped.
         a0, a1, a2, a3 = block_words(e >> 3, key, tag)
         a4, a5, a6, a7 = block_words((e >> 3) + 1, key, tag)
         four, two, one = (e & 4) != 0, (e & 2) != 0, (e & 1) != 0

@@ -1,20 +1,21 @@
 """Rounding to E2M1 and E4M3 and back, on tuples of registers: eight neighbouring elements are eight tensors.
 
-E2M1, magnitude a: the index is the largest integer function g(a) = min(2a, a + 2, a/2 + 4, 7) rounded: its three pieces
-have the steps 1/2, 1 and 2 of the format. An FP32 addition to 2^23 rounds to integers, ties to even, so rounding to
-nearest is three additions and a minimum of their bits. Rounding is monotone, so the minimum may come after it.
+E2M1, magnitude a: the index is g(a) = min(2a, a + 2, a/2 + 4, 7) rounded to an integer: its pieces have the
+steps 1/2, 1 and 2 of the format. An FP32 addition to 2^23 rounds to integers, ties to even, so rounding to nearest is
+three additions and a minimum of their bits; rounding is monotone, so the minimum may come after it.
 Stochastic: an addition to 2^6, rounded towards zero, leaves g with 17 fraction bits, to which 2r + 1 is added.
-E4M3 stochastic: the FP32 bits of a have 20 bits to drop where a >= 2^-6; below, those of (a + 2^-6) / 2 have the step of the
-subnormals, and the larger of the two patterns is the right one.
+E4M3 stochastic: the FP32 bits of a have 20 bits to drop where a >= 2^-6; below, those of (a + 2^-6) / 2 have the
+step of the subnormals, and the larger of the two patterns is the right one.
 """
+# mypy: ignore-errors
+# ruff: noqa: RUF005, RET505 -- Triton adds tuples, does not unpack them, and wants an else after a return
 
 import triton
 import triton.language as tl
 
 SIGN = tl.constexpr(0x80000000)
-# What the Horner sums of packed indices hold beside the indices: sum over j < 8 of bias * 16^j, modulo 2^32.
-NEAREST_BIAS = tl.constexpr(0x4B000000 * 0x11111111 & 0xFFFFFFFF)
-STOCHASTIC_BIAS = tl.constexpr((0x42800000 >> 17) * 0x11111111 & 0xFFFFFFFF)
+# What the Horner sum of packed indices holds beside them: 0x4B000000 * 16^j summed over j < 8, modulo 2^32.
+BIAS = tl.constexpr(0x4B000000 * 0x11111111 & 0xFFFFFFFF)
 
 
 @triton.jit
@@ -54,56 +55,92 @@ def e2m1_nearest(a):
 
 
 @triton.jit
-def e2m1_stochastic(a, r2, ASM: tl.constexpr):
-    """uint32 whose bits 17 to 19 are the index, above them those of 0x42800000; r2 is twice the draw."""
-    halves = bits(fma_rz(a, 2.0, 64.0 + 2.0**-17, ASM)).to(tl.int32)
-    ones = bits(fma_rz(a, 1.0, 66.0 + 2.0**-17, ASM)).to(tl.int32)
-    twos = bits(fma_rz(a, 0.5, 68.0 + 2.0**-17, ASM)).to(tl.int32)
-    g = tl.minimum(tl.minimum(halves, ones), tl.minimum(twos, 0x428E0000))
-    return g.to(tl.uint32) + r2
+def e2m1_stochastic(a, draw, ASM: tl.constexpr):
+    """The same, rounded stochastically; `draw` is the FP32 number 2^23 + r that `low_draw` makes."""
+    if ASM:
+        # t = 64 + g + 2^-17; draw / 2^16 makes it 192 + g + (2r + 1) / 2^17, whose floor is added.
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .f32 halves, ones, twos, s;
+            .reg .s32 h, o, w;
+            fma.rz.f32 halves, $1, 0f40000000, 0f42800001;
+            add.rz.f32 ones, $1, 0f42840001;
+            fma.rz.f32 twos, $1, 0f3F000000, 0f42880001;
+            mov.b32 h, halves;
+            mov.b32 o, ones;
+            mov.b32 w, twos;
+            min.s32 h, h, o;
+            min.s32 h, h, w;
+            min.s32 h, h, 0x428E0000;
+            mov.b32 s, h;
+            fma.rz.f32 s, $2, 0f37800000, s;
+            add.rz.f32 s, s, 0f4AFFFE80;
+            mov.b32 $0, s;
+            }""",
+            "=r,f,f",
+            [a, draw],
+            dtype=tl.uint32,
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        halves = bits(fma_rz(a, 2.0, 64.0 + 2.0**-17, ASM)).to(tl.int32)
+        ones = bits(fma_rz(a, 1.0, 66.0 + 2.0**-17, ASM)).to(tl.int32)
+        twos = bits(fma_rz(a, 0.5, 68.0 + 2.0**-17, ASM)).to(tl.int32)
+        g = tl.minimum(tl.minimum(halves, ones), tl.minimum(twos, 0x428E0000)).to(tl.uint32)
+        return ((g + (bits(draw) & 0xFFFF) * 2) >> 17 & 15) | 0x4B000000
 
 
 @triton.jit
-def twice_low(w):
-    """Twice the low draw of a word."""
-    return (w & 0xFFFF) * 2
+def low_draw(w):
+    """2^23 plus the low draw of a word, in FP32."""
+    return value((w & 0xFFFF) | 0x4B000000)
 
 
 @triton.jit
-def twice_high(w):
-    """Twice the high draw of a word."""
-    return (w >> 16) * 2
+def high_draw(w, ASM: tl.constexpr):
+    """2^23 plus the high draw of a word, in FP32."""
+    if ASM:
+        return tl.inline_asm_elementwise(
+            "prmt.b32 $0, $1, 0x4B000000, 0x7432;", "=f,r", [w], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        return value((w >> 16) | 0x4B000000)
+
+
+@triton.jit
+def e2m1_rounded(a, words, j: tl.constexpr, STOCHASTIC: tl.constexpr, ASM: tl.constexpr):
+    """A magnitude rounded, as `e2m1_nearest` leaves it; with the draw of element j of eight."""
+    if STOCHASTIC:
+        return e2m1_stochastic(
+            a, low_draw(words[j // 2]) if j % 2 == 0 else high_draw(words[j // 2], ASM), ASM
+        )
+    else:
+        return e2m1_nearest(a)
 
 
 @triton.jit
 def e2m1_indices(a, m, words, STOCHASTIC: tl.constexpr, ASM: tl.constexpr):
-    """Eight rounded magnitudes a_j * m, biased as `e2m1_nearest` or `e2m1_stochastic` leaves them."""
+    """Eight rounded magnitudes a_j * m."""
     out = ()
     for j in tl.static_range(8):
-        if STOCHASTIC:
-            r2 = twice_low(words[j // 2]) if j % 2 == 0 else twice_high(words[j // 2])
-            out = out + (e2m1_stochastic(a[j] * m, r2, ASM),)
-        else:
-            out = out + (e2m1_nearest(a[j] * m),)
+        out = out + (e2m1_rounded(a[j] * m, words, j, STOCHASTIC, ASM),)
     return out
 
 
 @triton.jit
-def e2m1_word(t, signs, STOCHASTIC: tl.constexpr):
-    """Eight codes in one uint32, element 0 in the low nibble, of `e2m1_indices` and `registers.sign_nibbles`."""
-    acc = (t[7] >> 17) if STOCHASTIC else t[7]
+def e2m1_word(t, signs):
+    """Eight codes in one uint32, element 0 lowest, of `e2m1_indices` and `registers.sign_nibbles`."""
+    acc = t[7]
     for k in tl.static_range(7):
-        acc = acc * 16 + ((t[6 - k] >> 17) if STOCHASTIC else t[6 - k])
-    return (acc - (STOCHASTIC_BIAS if STOCHASTIC else NEAREST_BIAS)) | signs
+        acc = acc * 16 + t[6 - k]
+    return (acc - BIAS) | signs
 
 
 @triton.jit
-def e2m1_magnitude(t, STOCHASTIC: tl.constexpr):
+def e2m1_magnitude(t):
     """The FP32 value of a rounded magnitude: an index at bit 22 is a float 2^-126 times too small."""
-    if STOCHASTIC:
-        return value((t << 5) & 0x01C00000) * 2.0**126
-    else:
-        return value(t << 22) * 2.0**126
+    return value(t << 22) * 2.0**126
 
 
 @triton.jit
@@ -152,24 +189,42 @@ def e4m3_byte_nearest(x):
 
 
 @triton.jit
-def e4m3_stochastic(a, r16, ASM: tl.constexpr, CLAMP: tl.constexpr):
-    """uint32 whose bits 20 to 27 hold the E4M3 magnitude byte plus 960; r16 is 16 r + 8, a in [0, 448] or clamped so."""
+def e4m3_stochastic(a, draw, ASM: tl.constexpr, CLAMP: tl.constexpr):
+    """uint32 whose highest byte is the E4M3 magnitude; `draw` is of `low_draw8`; a <= 448 or clamped so."""
     p = tl.maximum(bits(a).to(tl.int32), bits(fma_rz(a, 0.5, 2.0**-7, ASM)).to(tl.int32))
     if CLAMP:
         p = tl.minimum(p, 0x43E00000)
-    return p.to(tl.uint32) + r16
+    return p.to(tl.uint32) * 16 + draw
 
 
 @triton.jit
-def sixteen_low(w):
-    """16 r + 8 of the low draw of a word."""
-    return ((w << 4) & 0xFFFF0) | 8
+def low_draw8(w, ASM: tl.constexpr):
+    """256 r + 128 of the low draw of a word; 0x40 in the highest byte makes up for the exponent's bias."""
+    if ASM:
+        return tl.inline_asm_elementwise(
+            "prmt.b32 $0, $1, 0x40000080, 0x7104;", "=r,r", [w], dtype=tl.uint32, is_pure=True, pack=1
+        )
+    else:
+        return ((w & 0xFFFF) << 8) | 0x40000080
 
 
 @triton.jit
-def sixteen_high(w):
-    """16 r + 8 of the high draw of a word."""
-    return ((w >> 12) & 0xFFFF0) | 8
+def high_draw8(w, ASM: tl.constexpr):
+    """The same of the high draw."""
+    if ASM:
+        return tl.inline_asm_elementwise(
+            "prmt.b32 $0, $1, 0x40000080, 0x7324;", "=r,r", [w], dtype=tl.uint32, is_pure=True, pack=1
+        )
+    else:
+        return ((w >> 16) << 8) | 0x40000080
+
+
+@triton.jit
+def e4m3_rounded(a, words, j: tl.constexpr, ASM: tl.constexpr, CLAMP: tl.constexpr):
+    """`e4m3_stochastic` with the draw of element j of eight."""
+    return e4m3_stochastic(
+        a, low_draw8(words[j // 2], ASM) if j % 2 == 0 else high_draw8(words[j // 2], ASM), ASM, CLAMP
+    )
 
 
 @triton.jit
@@ -195,11 +250,8 @@ def top_bytes(a, b, c, d, ASM: tl.constexpr):
 
 @triton.jit
 def e4m3_word_stochastic(s0, s1, s2, s3, signs, ASM: tl.constexpr):
-    """Four results of `e4m3_stochastic` as bytes in a uint32; `signs` holds their sign bits at 7, 15, 23, 31."""
-    magnitudes = top_bytes(
-        s0 * 16 + 0x40000000, s1 * 16 + 0x40000000, s2 * 16 + 0x40000000, s3 * 16 + 0x40000000, ASM
-    )
-    return magnitudes | (signs & 0x80808080)
+    """Four results of `e4m3_stochastic` as bytes; `signs` has their signs at bits 7, 15, 23, 31."""
+    return top_bytes(s0, s1, s2, s3, ASM) | (signs & 0x80808080)
 
 
 @triton.jit

@@ -1,7 +1,7 @@
-"""The ops on CUDA tensors: arguments checked, each call brought to the kernel that serves it, or to the reference.
+"""The ops on CUDA tensors: arguments checked, each call brought to the kernel that serves it.
 
-Signatures, shapes and results are those of `formats.reference`, bit for bit. What no kernel serves runs the reference on
-the GPU, with one logged reason.
+Signatures, shapes and results are those of `formats.reference`, bit for bit. What no kernel serves runs the
+reference on the GPU, with one logged reason.
 """
 
 import logging
@@ -61,40 +61,81 @@ class Job:
 
 
 def quantize(
-    x: Tensor, format: str, axis: int = -1, rounding: str = "nearest", outer: str = "tensor", key: Tensor | None = None,
-    layer: int = 0, operand: int = 0, rows: Tensor | None = None, offs: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    x: Tensor,
+    format: str,
+    axis: int = -1,
+    rounding: str = "nearest",
+    outer: str = "tensor",
+    key: Tensor | None = None,
+    layer: int = 0,
+    operand: int = 0,
+    rows: Tensor | None = None,
+    offs: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
     """See `reference.quantize`."""
     fmt = checks.check_quantize(x, format, axis, rounding, outer, key, layer, operand, rows, offs)
     reason = reasons.quantize(fmt, x.shape, axis, outer, offs, values=False)
     if reason is not None:
         _say_once(reason)
         return reference.quantize(x, format, axis, rounding, outer, key, layer, operand, rows, offs)
-    job = Job(fmt=fmt, shape=tuple(x.shape), axis=axis, outer=outer, draw=_draw(rounding, key, layer, operand, rows), offs=offs)
+    job = Job(
+        fmt=fmt,
+        shape=tuple(x.shape),
+        axis=axis,
+        outer=outer,
+        draw=_draw(rounding, key, layer, operand, rows),
+        offs=offs,
+    )
     codes, scales, amax = _run(job, x.detach())
     return codes, scales, amax
 
 
 def fake_quantize(
-    x: Tensor, format: str, dtype: torch.dtype, axis: int = -1, rounding: str = "nearest", outer: str = "tensor",
-    key: Tensor | None = None, layer: int = 0, operand: int = 0, rows: Tensor | None = None, offs: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    x: Tensor,
+    format: str,
+    dtype: torch.dtype,
+    axis: int = -1,
+    rounding: str = "nearest",
+    outer: str = "tensor",
+    key: Tensor | None = None,
+    layer: int = 0,
+    operand: int = 0,
+    rows: Tensor | None = None,
+    offs: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """See `reference.fake_quantize`."""
     fmt = checks.check_quantize(x, format, axis, rounding, outer, key, layer, operand, rows, offs)
     reason = reasons.quantize(fmt, x.shape, axis, outer, offs, values=True)
     if reason is not None:
         _say_once(reason)
-        return reference.fake_quantize(x, format, dtype, axis, rounding, outer, key, layer, operand, rows, offs)
-    job = Job(fmt=fmt, shape=tuple(x.shape), axis=axis, outer=outer, draw=_draw(rounding, key, layer, operand, rows),
-              offs=offs, dtype=_computed(dtype))  # fmt: skip
+        return reference.fake_quantize(
+            x, format, dtype, axis, rounding, outer, key, layer, operand, rows, offs
+        )
+    job = Job(
+        fmt=fmt,
+        shape=tuple(x.shape),
+        axis=axis,
+        outer=outer,
+        draw=_draw(rounding, key, layer, operand, rows),
+        offs=offs,
+        dtype=_computed(dtype),
+    )
     values, amax = _run(job, x.detach())
     return values.to(dtype), amax
 
 
 def dequantize(
-    codes: Tensor, scales: Tensor, amax: Tensor, format: str, axis: int, shape: Sequence[int], dtype: torch.dtype,
-    outer: str = "tensor", apply_outer: bool = True, offs: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+    codes: Tensor,
+    scales: Tensor,
+    amax: Tensor,
+    format: str,
+    axis: int,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    outer: str = "tensor",
+    apply_outer: bool = True,
+    offs: Tensor | None = None,
+) -> Tensor:
     """See `reference.dequantize`."""
     fmt = checks.check_layout(shape, format, axis, outer, offs)
     reason = reasons.dequantize(fmt, shape, axis, offs)
@@ -105,34 +146,67 @@ def dequantize(
     rows, length = math.prod(stored[:-1]), stored[-1]
     code_words = codes.contiguous().view(rows, -1).view(torch.int32)
     block_words = cdiv(length, 8) if fmt.block_cols is None else fmt.block_cols // 8
-    s_dec = row_decode_scales(fmt, amax, outer, tuple(stored), offs) if fmt.two_level and apply_outer else None
+    s_dec = (
+        row_decode_scales(fmt, amax, outer, tuple(stored), offs) if fmt.two_level and apply_outer else None
+    )
     out = torch.empty(rows, length, dtype=_computed(dtype), device=codes.device)
     words, bf16 = length // 8, out.dtype == torch.bfloat16
     n = min(512, by_rows.pow2(words))
     across, row_axis = by_rows.grid(rows, cdiv(words, n))
     decode_kernel.decode_rows[across](
-        code_words, scales.contiguous(), s_dec, out.view(torch.int32) if bf16 else out, words, block_words,
+        code_words,
+        scales.contiguous(),
+        s_dec,
+        out.view(torch.int32) if bf16 else out,
+        words,
+        block_words,
         cdiv(words, block_words),
-        E2M1=fmt.packed, SCALE=by_rows.SCALES[fmt.scale or "", fmt.scale_rule], SCALE_ROWS=fmt.block_rows,
-        SDEC=0 if s_dec is None else (1 if s_dec.numel() == 1 else 2), OUT_BF16=bf16, ROW_AXIS=row_axis, N=n,
-        ASM=use_asm(codes.device), num_warps=max(1, min(4, n // 64)), enable_fp_fusion=False,
-    )  # fmt: skip
+        E2M1=fmt.packed,
+        SCALE=by_rows.SCALES[fmt.scale or "", fmt.scale_rule],
+        SCALE_ROWS=fmt.block_rows,
+        SDEC=0 if s_dec is None else (1 if s_dec.numel() == 1 else 2),
+        OUT_BF16=bf16,
+        ROW_AXIS=row_axis,
+        N=n,
+        ASM=use_asm(codes.device),
+        num_warps=max(1, min(4, n // 64)),
+        enable_fp_fusion=False,
+    )
     values = out.view(stored).to(dtype)
     return values.transpose(-1, -2).contiguous() if axis == -2 else values
 
 
 def requantize(
-    codes: Tensor, scales: Tensor, amax: Tensor, format: str, axis: int, outer: str, shape: Sequence[int], to_format: str,
-    to_axis: int, rounding: str = "nearest", to_outer: str = "tensor", key: Tensor | None = None, layer: int = 0,
-    operand: int = 0, rows: Tensor | None = None, offs: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    codes: Tensor,
+    scales: Tensor,
+    amax: Tensor,
+    format: str,
+    axis: int,
+    outer: str,
+    shape: Sequence[int],
+    to_format: str,
+    to_axis: int,
+    rounding: str = "nearest",
+    to_outer: str = "tensor",
+    key: Tensor | None = None,
+    layer: int = 0,
+    operand: int = 0,
+    rows: Tensor | None = None,
+    offs: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
     """See `reference.requantize`."""
     fmt = checks.check_layout(shape, format, axis, outer, offs)
     to = checks.check_layout(shape, to_format, to_axis, to_outer, offs)
     checks.check_rounding(to, rounding, key, layer, operand, rows, shape)
     if reasons.requantize(fmt, axis, to, to_axis, shape, offs) is None:
-        job = Job(fmt=to, shape=tuple(shape), axis=to_axis, outer=to_outer, draw=_draw(rounding, key, layer, operand, rows),
-                  offs=offs)  # fmt: skip
+        job = Job(
+            fmt=to,
+            shape=tuple(shape),
+            axis=to_axis,
+            outer=to_outer,
+            draw=_draw(rounding, key, layer, operand, rows),
+            offs=offs,
+        )
         parts = by_columns.quantize_columns(
             _source(codes, scales, amax, fmt, outer, job), to, shape[-1], OUTER_NONE, None, offs, job.draw
         )
@@ -142,27 +216,55 @@ def requantize(
 
 
 def fake_requantize(
-    codes: Tensor, scales: Tensor, amax: Tensor, format: str, axis: int, outer: str, shape: Sequence[int], to_format: str,
-    to_axis: int, dtype: torch.dtype, rounding: str = "nearest", to_outer: str = "tensor", key: Tensor | None = None,
-    layer: int = 0, operand: int = 0, rows: Tensor | None = None, offs: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    codes: Tensor,
+    scales: Tensor,
+    amax: Tensor,
+    format: str,
+    axis: int,
+    outer: str,
+    shape: Sequence[int],
+    to_format: str,
+    to_axis: int,
+    dtype: torch.dtype,
+    rounding: str = "nearest",
+    to_outer: str = "tensor",
+    key: Tensor | None = None,
+    layer: int = 0,
+    operand: int = 0,
+    rows: Tensor | None = None,
+    offs: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """See `reference.fake_requantize`."""
     fmt = checks.check_layout(shape, format, axis, outer, offs)
     to = checks.check_layout(shape, to_format, to_axis, to_outer, offs)
     checks.check_rounding(to, rounding, key, layer, operand, rows, shape)
     if reasons.requantize(fmt, axis, to, to_axis, shape, offs) is None:
-        job = Job(fmt=to, shape=tuple(shape), axis=to_axis, outer=to_outer, draw=_draw(rounding, key, layer, operand, rows),
-                  offs=offs)  # fmt: skip
+        job = Job(
+            fmt=to,
+            shape=tuple(shape),
+            axis=to_axis,
+            outer=to_outer,
+            draw=_draw(rounding, key, layer, operand, rows),
+            offs=offs,
+        )
         (values,) = by_columns.quantize_columns(
-            _source(codes, scales, amax, fmt, outer, job), to, shape[-1], OUTER_NONE, None, offs, job.draw,
+            _source(codes, scales, amax, fmt, outer, job),
+            to,
+            shape[-1],
+            OUTER_NONE,
+            None,
+            offs,
+            job.draw,
             dtype=_computed(dtype),
-        )  # fmt: skip
+        )
         return values.view(tuple(shape)).to(dtype), codes.new_empty(0, dtype=torch.float32)
     x = dequantize(codes, scales, amax, format, axis, shape, torch.float32, outer, True, offs)
     return fake_quantize(x, to_format, dtype, to_axis, rounding, to_outer, key, layer, operand, rows, offs)
 
 
-def row_decode_scales(fmt: Format, amax: Tensor, outer: str, shape: tuple[int, ...], offs: Tensor | None) -> Tensor:
+def row_decode_scales(
+    fmt: Format, amax: Tensor, outer: str, shape: tuple[int, ...], offs: Tensor | None
+) -> Tensor:
     """S_dec as the kernels read it: one, or one for each row of a stored `shape` [..., R, L]."""
     count = math.prod(shape[:-1])
     group = _groups(outer, shape, offs, amax.device)
@@ -170,7 +272,13 @@ def row_decode_scales(fmt: Format, amax: Tensor, outer: str, shape: tuple[int, .
     out = torch.empty(rows, dtype=torch.float32, device=amax.device)
     if rows and fmt.outer_max is not None:
         decode_kernel.row_decode_scales[(cdiv(rows, 256),)](
-            amax.contiguous().view(-1), group, out, rows, OUTER_MAX=fmt.outer_max, HAS_GROUP=group is not None, N=256
+            amax.contiguous().view(-1),
+            group,
+            out,
+            rows,
+            OUTER_MAX=fmt.outer_max,
+            HAS_GROUP=group is not None,
+            N=256,
         )
     return out
 
@@ -207,7 +315,7 @@ def _run(job: Job, x: Tensor) -> tuple[Tensor, ...]:
 
 
 def _rows(job: Job, x: Tensor) -> tuple[Tensor, ...]:
-    fmt, unit, (lead, height, width) = job.fmt, by_rows.unit_of(job.fmt), job.matrices
+    fmt, unit, (lead, height, width) = job.fmt, by_rows.unit_of(job.fmt, job.dtype is not None), job.matrices
     whole = fmt.block_cols is None or (fmt.two_level and job.outer == "row")
     flat_block = width % (fmt.block_cols or 1) == 0
     count = lead if fmt.two_level and job.outer == "matrix" else 1
@@ -261,12 +369,16 @@ def _columns(job: Job, x: Tensor) -> tuple[Tensor, ...]:
         mode = {"tensor": ONE, "row": PER_FEATURE}.get(job.outer, PER_LEAD if job.offs is None else PER_GROUP)
         amax = _column_amax(job, x)
         if mode == PER_FEATURE and source.shape[2] != width:
-            amax_read = torch.nn.functional.pad(amax.view(lead, width), (0, source.shape[2] - width)).contiguous()
+            amax_read = torch.nn.functional.pad(
+                amax.view(lead, width), (0, source.shape[2] - width)
+            ).contiguous()
         else:
             amax_read = amax
     else:
         amax_read = amax
-    parts = by_columns.quantize_columns(source, fmt, width, mode, amax_read, job.offs, job.draw, dtype=job.dtype)
+    parts = by_columns.quantize_columns(
+        source, fmt, width, mode, amax_read, job.offs, job.draw, dtype=job.dtype
+    )
     if job.dtype is not None:
         return parts[0][..., :width].contiguous().view(job.shape), amax
     return *_cut(job, *parts), amax
@@ -298,7 +410,9 @@ def _cut(job: Job, codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
     return codes, scales[:, :width].contiguous().view(blocks.scale_shape(job.fmt, stored))
 
 
-def _source(codes: Tensor, scales: Tensor, amax: Tensor, fmt: Format, outer: str, job: Job) -> by_columns.Source:
+def _source(
+    codes: Tensor, scales: Tensor, amax: Tensor, fmt: Format, outer: str, job: Job
+) -> by_columns.Source:
     """NVFP4 codes along -1 as the column kernels read them."""
     return by_columns.Source(
         shape=job.matrices,
@@ -314,4 +428,6 @@ def _square(job: Job, x: Tensor) -> tuple[Tensor, ...]:
     amax = torch.empty(job.amax_shape, dtype=torch.float32, device=x.device)
     if fmt.two_level:
         amax = _column_amax(job, x)
-    return *by_squares.quantize_squares(x.reshape(lead, height, width), fmt, amax, job.draw, job.shape, job.dtype), amax
+    return *by_squares.quantize_squares(
+        x.reshape(lead, height, width), fmt, amax, job.draw, job.shape, job.dtype
+    ), amax

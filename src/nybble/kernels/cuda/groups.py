@@ -1,10 +1,11 @@
 """Where token groups lie, worked out on the device: nothing waits for `offs` to reach the host."""
+# mypy: ignore-errors
 
 import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "groups"])
 def row_groups(offs_ptr, group_ptr, rows, groups, N: tl.constexpr, G: tl.constexpr):
     """int32 [rows]: the group of each row, the last one for rows of none."""
     row = tl.program_id(0) * N + tl.arange(0, N)
@@ -14,9 +15,19 @@ def row_groups(offs_ptr, group_ptr, rows, groups, N: tl.constexpr, G: tl.constex
     tl.store(group_ptr + row, tl.minimum(below, groups - 1), mask=row < rows)
 
 
-@triton.jit
-def block_table(offs_ptr, start_ptr, count_ptr, group_ptr, blocks, groups, BLOCK: tl.constexpr, N: tl.constexpr, G: tl.constexpr):
-    """First row, number of rows (-1 where no group has it) and group of each padded block along the tokens; int32."""
+@triton.jit(do_not_specialize=["blocks", "groups"])
+def block_table(
+    offs_ptr,
+    start_ptr,
+    count_ptr,
+    group_ptr,
+    blocks,
+    groups,
+    BLOCK: tl.constexpr,
+    N: tl.constexpr,
+    G: tl.constexpr,
+):
+    """First row, rows (-1 where no group has it) and group of each padded block along the tokens; int32."""
     b = tl.program_id(0) * N + tl.arange(0, N)
     g = tl.arange(0, G)
     end = tl.load(offs_ptr + g, mask=g < groups, other=0)

@@ -1,8 +1,8 @@
 """Triton under its two guises: compiled for a GPU, or interpreted on the CPU (TRITON_INTERPRET=1, for tests).
 
-Kernels take `ASM`: where it is true they use single PTX instructions of Hopper and later for what Triton has no
-spelling for (rounding towards zero, the reciprocal, E4M3 conversions); where it is false, the same functions in plain
-Triton. Both give the same bits.
+Kernels take `ASM`: where it is true they use single PTX instructions of Hopper and later for what Triton has
+no spelling for (rounding towards zero, the reciprocal, E4M3 conversions); where it is false, the same
+functions in plain Triton. Both give the same bits.
 """
 
 from functools import cache

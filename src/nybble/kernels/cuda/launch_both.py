@@ -1,4 +1,4 @@
-"""`nybble::fake_quantize_both`: one gradient quantised along both of its axes, in one read where a kernel can."""
+"""`nybble::fake_quantize_both`: a gradient quantised along both axes, in one read where a kernel can."""
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ def fake_quantize_both(
     """Values of x [T, C] quantised along -1 and along -2, as two calls of fake_quantize give them.
 
     Args:
-        x, format, dtype, rounding, key, layer, rows, offs: as for `nybble::fake_quantize`; formats of one level only.
+        x, format, dtype, rounding, key, layer, rows, offs: as for `nybble::fake_quantize`.
         operand_rows, operand_columns: the operand that names the draws of each of the two.
     Returns:
         (values along -1, values along -2), both [T, C] of `dtype`.
@@ -34,12 +34,24 @@ def fake_quantize_both(
 
 
 def twice(
-    x: Tensor, format: str, dtype: torch.dtype, rounding: str = "nearest", key: Tensor | None = None, layer: int = 0,
-    operand_rows: int = 0, operand_columns: int = 0, rows: Tensor | None = None, offs: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    x: Tensor,
+    format: str,
+    dtype: torch.dtype,
+    rounding: str = "nearest",
+    key: Tensor | None = None,
+    layer: int = 0,
+    operand_rows: int = 0,
+    operand_columns: int = 0,
+    rows: Tensor | None = None,
+    offs: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """The same by two reads, on any device."""
-    first, _ = ops.fake_quantize(x, format, dtype, -1, rounding, "tensor", key, layer, operand_rows, rows, offs)
-    second, _ = ops.fake_quantize(x, format, dtype, -2, rounding, "tensor", key, layer, operand_columns, rows, offs)
+    first, _ = ops.fake_quantize(
+        x, format, dtype, -1, rounding, "tensor", key, layer, operand_rows, rows, offs
+    )
+    second, _ = ops.fake_quantize(
+        x, format, dtype, -2, rounding, "tensor", key, layer, operand_columns, rows, offs
+    )
     return first, second
 
 
@@ -76,9 +88,17 @@ def reason(x: Tensor, format: str, dtype: torch.dtype, offs: Tensor | None) -> s
 
 
 def launch(
-    x: Tensor, format: str, dtype: torch.dtype, rounding: str = "nearest", key: Tensor | None = None, layer: int = 0,
-    operand_rows: int = 0, operand_columns: int = 0, rows: Tensor | None = None, offs: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    x: Tensor,
+    format: str,
+    dtype: torch.dtype,
+    rounding: str = "nearest",
+    key: Tensor | None = None,
+    layer: int = 0,
+    operand_rows: int = 0,
+    operand_columns: int = 0,
+    rows: Tensor | None = None,
+    offs: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """See `fake_quantize_both`; on tensors of one GPU."""
     fmt = checks.check_quantize(x, format, -1, rounding, "tensor", key, layer, operand_rows, rows, offs)
     checks.check_quantize(x, format, -2, rounding, "tensor", key, layer, operand_columns, rows, offs)
@@ -100,12 +120,28 @@ def launch(
         by_columns.zero_tail(first, offs)
         by_columns.zero_tail(second, offs)
     kernel.fake_quantize_both[(cdiv(width, 64), cdiv(blocks, warps))](
-        source.pointer, first.view(torch.int32) if bf16 else first, second.view(torch.int32) if bf16 else second, key,
+        source.pointer,
+        first.view(torch.int32) if bf16 else first,
+        second.view(torch.int32) if bf16 else second,
+        key,
         None if rows is None else rows.to(torch.int64).contiguous(),
-        None if table is None else table.start, None if table is None else table.count,
-        source.x.stride(1), width, tokens, blocks, (layer << 8) | operand_rows, (layer << 8) | operand_columns,
-        SCALE=SCALES[fmt.scale or "", fmt.scale_rule], STOCHASTIC=stochastic, SOURCE=source.kind, OUT_BF16=bf16,
-        HAS_ROWS=rows is not None and stochastic, GROUPED=offs is not None, W=warps, ASM=use_asm(x.device), num_warps=warps,
+        None if table is None else table.start,
+        None if table is None else table.count,
+        source.x.stride(1),
+        width,
+        tokens,
+        blocks,
+        (layer << 8) | operand_rows,
+        (layer << 8) | operand_columns,
+        SCALE=SCALES[fmt.scale or "", fmt.scale_rule],
+        STOCHASTIC=stochastic,
+        SOURCE=source.kind,
+        OUT_BF16=bf16,
+        HAS_ROWS=rows is not None and stochastic,
+        GROUPED=offs is not None,
+        W=warps,
+        ASM=use_asm(x.device),
+        num_warps=warps,
         enable_fp_fusion=False,
-    )  # fmt: skip
+    )
     return first, second

@@ -10,6 +10,7 @@ from nybble.formats.table import Format
 from nybble.kernels.cuda import columns as column_kernel
 from nybble.kernels.cuda import decode as decode_kernel
 from nybble.kernels.cuda import groups as group_kernel
+from nybble.kernels.cuda import sources
 from nybble.kernels.cuda.jit import cdiv, use_asm
 from nybble.kernels.cuda.launch_rows import GRID_LIMIT, SCALES, Draw, pow2
 
@@ -42,8 +43,8 @@ class Source:
     def kind(self) -> int:
         """The kernels' SOURCE."""
         if self.x is None:
-            return column_kernel.NVFP4.value
-        return (column_kernel.BF16 if self.x.dtype == torch.bfloat16 else column_kernel.FP32).value
+            return sources.NVFP4.value
+        return (sources.BF16 if self.x.dtype == torch.bfloat16 else sources.FP32).value
 
     @property
     def pointer(self) -> Tensor | None:
@@ -59,9 +60,12 @@ def as_source(x: Tensor) -> Source:
     columns = x.shape[-1]
     align = 16 // x.element_size()
     fits = (
-        columns % 8 == 0 and x.stride(-1) == 1 and x.stride(0) % align == 0 and x.stride(1) % align == 0
+        columns % 8 == 0
+        and x.stride(-1) == 1
+        and x.stride(0) % align == 0
+        and x.stride(1) % align == 0
         and x.data_ptr() % 16 == 0
-    )  # fmt: skip
+    )
     if not fits:
         copy = x.new_zeros(*x.shape[:-1], cdiv(columns, 8) * 8)
         copy[..., :columns] = x
@@ -82,7 +86,9 @@ def block_table(offs: Tensor, count: int, block: int) -> Table:
     """The table of `count` padded blocks of groups that end at `offs`."""
     start, rows, group = (torch.empty(count, dtype=torch.int32, device=offs.device) for _ in range(3))
     n, g = 128, offs.shape[0]
-    group_kernel.block_table[(cdiv(count, n),)](offs, start, rows, group, count, g, BLOCK=block, N=n, G=pow2(g))
+    group_kernel.block_table[(cdiv(count, n),)](
+        offs, start, rows, group, count, g, BLOCK=block, N=n, G=pow2(g)
+    )
     return Table(start=start, count=rows, group=group)
 
 
@@ -98,7 +104,7 @@ def quantize_columns(
     dtype: torch.dtype | None = None,
     warps: int = WARPS,
 ) -> tuple[Tensor, ...]:
-    """Quantise along tokens: (codes [lead, C', P], scales [lead, C', blocks]), or (values [lead, T, C'],) of `dtype`.
+    """Quantise along tokens: codes [lead, C', P] and scales [lead, C', blocks], or values [lead, T, C'].
 
     Args:
         columns: C of the logical tensor, by which draws are counted; the results have C' = C of the source.
@@ -124,20 +130,46 @@ def quantize_columns(
     out_bf16 = dtype == torch.bfloat16
     if count and width:
         column_kernel.quantize_columns[(cdiv(width, per_warp), cdiv(count, warps), lead)](
-            source.pointer, None if source.codes is None else source.codes.view(torch.int32), source.scales, s_dec,
-            None if codes is None else codes.view(torch.int32), scales,
+            source.pointer,
+            None if source.codes is None else source.codes.view(torch.int32),
+            source.scales,
+            s_dec,
+            None if codes is None else codes.view(torch.int32),
+            scales,
             values.view(torch.int32) if values is not None and out_bf16 else values,
-            amax, draw.key, draw.rows,
-            None if table is None else table.start, None if table is None else table.count,
+            amax,
+            draw.key,
+            draw.rows,
+            None if table is None else table.start,
+            None if table is None else table.count,
             None if table is None else table.group,
-            0 if source.x is None else source.x.stride(1), 0 if source.x is None else source.x.stride(0),
-            width, columns, tokens, count, draw.tag,
-            E2M1=fmt.packed, ELEMENT_MAX=fmt.element_max, SCALE=SCALES[fmt.scale or "", fmt.scale_rule], BLOCK=block,
-            OUTER=outer, OUTER_MAX=fmt.outer_max or 0.0, STOCHASTIC=draw.stochastic, VALUES=values is not None,
-            SOURCE=source.kind, SDEC_ROWS=s_dec is not None and s_dec.numel() != 1, SCALE_ROWS=source.scale_rows,
-            OUT_BF16=out_bf16, HAS_ROWS=draw.rows is not None, GROUPED=offs is not None, ALIGNED=columns % 8 == 0, W=warps,
-            ASM=use_asm(device), num_warps=warps, enable_fp_fusion=False,
-        )  # fmt: skip
+            0 if source.x is None else source.x.stride(1),
+            0 if source.x is None else source.x.stride(0),
+            width,
+            columns,
+            tokens,
+            count,
+            draw.tag,
+            E2M1=fmt.packed,
+            ELEMENT_MAX=fmt.element_max,
+            SCALE=SCALES[fmt.scale or "", fmt.scale_rule],
+            BLOCK=block,
+            OUTER=outer,
+            OUTER_MAX=fmt.outer_max or 0.0,
+            STOCHASTIC=draw.stochastic,
+            VALUES=values is not None,
+            SOURCE=source.kind,
+            SDEC_ROWS=s_dec is not None and s_dec.numel() != 1,
+            SCALE_ROWS=source.scale_rows,
+            OUT_BF16=out_bf16,
+            HAS_ROWS=draw.rows is not None,
+            GROUPED=offs is not None,
+            ALIGNED=columns % 8 == 0,
+            W=warps,
+            ASM=use_asm(device),
+            num_warps=warps,
+            enable_fp_fusion=False,
+        )
     if values is not None:
         return (values,)
     assert codes is not None

@@ -56,9 +56,9 @@ class Rows:
         return self.x.view(torch.int32) if self.bf16 else self.x
 
 
-def unit_of(fmt: Format) -> int:
-    """Elements that a thread takes at a time."""
-    return 16 if fmt.block_cols == 16 else 32
+def unit_of(fmt: Format, values: bool) -> int:
+    """Elements that a thread takes: 8 are a dense access, a whole block saves its scale's arithmetic."""
+    return 16 if fmt.scale == "e4m3" and (fmt.four_over_six or not values) else 8
 
 
 def as_matrix(x: Tensor) -> Tensor:
@@ -111,13 +111,26 @@ def measure(x: Rows, shape: list[int], group: Tensor | None, offs: Tensor | None
     if out.numel() == 0 or x.x.numel() == 0:
         return out
     count, width = x.x.shape
-    units, n = width // 16, min(512, pow2(width // 16))
+    units, n = width // 8, max(128, min(1024, pow2(width // 8)))
     (across, axis) = grid(count, cdiv(units, n))
     amax_kernel.amax_rows[across](
-        x.pointer, out.view(-1).view(torch.int32), offs, group, x.x.stride(0), units, 0 if offs is None else offs.shape[0],
-        IN_BF16=x.bf16, HAS_OFFS=offs is not None, HAS_GROUP=group is not None, ROW_AXIS=axis, N=n, CHUNKS=2,
-        ASM=use_asm(x.x.device), num_warps=max(1, min(8, n // 64)), enable_fp_fusion=False,
-    )  # fmt: skip
+        x.pointer,
+        out.view(-1).view(torch.int32),
+        offs,
+        group,
+        x.x.stride(0),
+        units,
+        0 if offs is None else offs.shape[0],
+        IN_BF16=x.bf16,
+        HAS_OFFS=offs is not None,
+        HAS_GROUP=group is not None,
+        ROW_AXIS=axis,
+        N=n,
+        CHUNKS=1,
+        ASM=use_asm(x.x.device),
+        num_warps=min(4, n // 64),
+        enable_fp_fusion=False,
+    )
     return out
 
 
@@ -134,15 +147,17 @@ def quantize_rows(
     scales: Tensor | None = None,
     values: Tensor | None = None,
     tile: tuple[int, int] | None = None,
+    unit: int | None = None,
 ) -> None:
     """Quantise rows along their columns into `codes` and `scales`, or into `values` [R, padded C].
 
     Args:
-        outer: OUTER_NONE, OUTER_ROW (amax [R] is written) or OUTER_GIVEN (amax is read, at `group` or at the row).
+        outer: OUTER_NONE, OUTER_ROW (amax [R] is written) or OUTER_GIVEN (it is read, at `group` or the row).
         tile: (units of a tile, warps), to override what is chosen.
+        unit: elements that a thread takes at a time, likewise.
     """
     count, width = x.x.shape
-    unit = unit_of(fmt)
+    unit = unit or unit_of(fmt, values is not None)
     units = width // unit
     block_units = 0 if fmt.block_cols is None else fmt.block_cols // unit
     whole = outer == row_kernel.OUTER_ROW.value or block_units == 0
@@ -156,22 +171,47 @@ def quantize_rows(
         None if codes is None else codes.view(torch.int32),
         scales,
         values.view(torch.int32) if values is not None and out_bf16 else values,
-        amax, draw.key, draw.rows, offs, group,
-        x.x.stride(0), x.columns, 0 if values is None else values.stride(0), units,
-        0 if offs is None else offs.shape[0], draw.tag,
-        E2M1=fmt.packed, ELEMENT_MAX=fmt.element_max, SCALE=SCALES[fmt.scale or "", fmt.scale_rule], BLOCK_UNITS=block_units,
-        OUTER=outer, OUTER_MAX=fmt.outer_max or 0.0, OVER_SIX=fmt.four_over_six, STOCHASTIC=draw.stochastic,
-        VALUES=values is not None, IN_BF16=x.bf16, OUT_BF16=out_bf16, HAS_ROWS=draw.rows is not None,
-        HAS_OFFS=offs is not None, HAS_GROUP=group is not None, ALIGNED=x.columns % 8 == 0, ROW_AXIS=axis,
-        LOOPS=cdiv(units, n) if whole else 1, N=n, CHUNKS=unit // 8, ASM=use_asm(x.x.device), num_warps=warps, enable_fp_fusion=False,
-    )  # fmt: skip
+        amax,
+        draw.key,
+        draw.rows,
+        offs,
+        group,
+        x.x.stride(0),
+        x.columns,
+        0 if values is None else values.stride(0),
+        units,
+        0 if offs is None else offs.shape[0],
+        draw.tag,
+        E2M1=fmt.packed,
+        ELEMENT_MAX=fmt.element_max,
+        SCALE=SCALES[fmt.scale or "", fmt.scale_rule],
+        BLOCK_UNITS=block_units,
+        OUTER=outer,
+        OUTER_MAX=fmt.outer_max or 0.0,
+        OVER_SIX=fmt.four_over_six,
+        STOCHASTIC=draw.stochastic,
+        VALUES=values is not None,
+        IN_BF16=x.bf16,
+        OUT_BF16=out_bf16,
+        HAS_ROWS=draw.rows is not None,
+        HAS_OFFS=offs is not None,
+        HAS_GROUP=group is not None,
+        ALIGNED=x.columns % 8 == 0,
+        ROW_AXIS=axis,
+        LOOPS=cdiv(units, n) if whole else 1,
+        N=n,
+        CHUNKS=unit // 8,
+        ASM=use_asm(x.x.device),
+        num_warps=warps,
+        enable_fp_fusion=False,
+    )
 
 
 def choose_tile(units: int, unit: int, whole: bool, stochastic: bool) -> tuple[int, int]:
     """(units of a tile, warps): 32 or 64 elements a thread keep enough loads in flight without spilling."""
-    each = 32 if stochastic else 64
     if whole:
-        n = min(pow2(units), 16384 // unit)
-        return n, max(1, min(16, n * unit // (32 * each)))
-    n = min(pow2(units), 128 * each // unit)
+        n = min(pow2(units), 8192 // unit)
+        return n, max(1, min(8, n * unit // (32 * 64)))
+    each = 32 if stochastic or unit == 8 else 64
+    n = max(128, min(pow2(units), 128 * each // unit))
     return n, max(1, min(4, n * unit // (32 * each)))

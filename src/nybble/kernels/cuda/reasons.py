@@ -21,7 +21,9 @@ def device(of: torch.device) -> str | None:
     return None
 
 
-def quantize(fmt: Format, shape: Sequence[int], axis: int, outer: str, offs: Tensor | None, *, values: bool) -> str | None:
+def quantize(
+    fmt: Format, shape: Sequence[int], axis: int, outer: str, offs: Tensor | None, *, values: bool
+) -> str | None:
     """For quantize (codes) and fake_quantize (values)."""
     if fmt.passthrough:
         return f"{fmt.name} is a cast, which torch does"

@@ -1,8 +1,10 @@
-"""Eight neighbouring elements at a time between memory and registers: a tuple of eight tensors, one an element.
+"""Eight neighbouring elements at a time between memory and registers: eight tensors, one an element.
 
-BF16 travels as int32 pairs, the first element in the low half. A thread that owns one entry of such tensors moves 16 bytes a
-memory instruction.
+BF16 travels as int32 pairs, the first element in the low half. A thread that owns one entry of such tensors
+moves 16 bytes a memory instruction.
 """
+# mypy: ignore-errors
+# ruff: noqa: RUF005, RET505 -- Triton adds tuples, does not unpack them, and wants an else after a return
 
 import triton
 import triton.language as tl
@@ -27,7 +29,7 @@ def join4(a, b, c, d):
 
 @triton.jit
 def load_raw(x_ptr, offset, mask, BF16: tl.constexpr):
-    """Eight elements from `offset` (in elements, a multiple of 8): four uint32 of pairs, or eight FP32. 0 where masked."""
+    """Eight elements from `offset`, a multiple of 8: four uint32 of pairs, or eight FP32. 0 where masked."""
     four = tl.arange(0, 4)[None, :]
     if BF16:
         p = tl.load(x_ptr + ((offset // 2)[:, None] + four), mask=mask[:, None], other=0)
@@ -44,9 +46,15 @@ def floats(raw, BF16: tl.constexpr):
     if BF16:
         a, b, c, d = raw
         return (
-            value(a << 16), value(a & 0xFFFF0000), value(b << 16), value(b & 0xFFFF0000),
-            value(c << 16), value(c & 0xFFFF0000), value(d << 16), value(d & 0xFFFF0000),
-        )  # fmt: skip
+            value(a << 16),
+            value(a & 0xFFFF0000),
+            value(b << 16),
+            value(b & 0xFFFF0000),
+            value(c << 16),
+            value(c & 0xFFFF0000),
+            value(d << 16),
+            value(d & 0xFFFF0000),
+        )
     else:
         return raw
 
@@ -80,7 +88,7 @@ def high_bytes(p, q, ASM: tl.constexpr):
 
 @triton.jit
 def sign_bytes(raw, BF16: tl.constexpr, ASM: tl.constexpr):
-    """Two uint32 whose bits 7, 15, 23, 31 are the signs of elements 0 to 3 and 4 to 7; other bits are anything."""
+    """Two uint32 whose bits 7, 15, 23, 31 are the signs of elements 0 to 3 and 4 to 7; others are noise."""
     if BF16:
         return high_bytes(raw[0], raw[1], ASM), high_bytes(raw[2], raw[3], ASM)
     else:
@@ -128,7 +136,7 @@ def max_pairs(a, b, ASM: tl.constexpr):
 
 @triton.jit
 def magnitude(raw, BF16: tl.constexpr, ASM: tl.constexpr):
-    """Bits of the largest magnitude of eight elements, NaN above Inf above the rest: pairs of BF16, or FP32 (uint32)."""
+    """Bits of the largest magnitude of eight elements, NaN above Inf: a pair of BF16, or FP32 (uint32)."""
     if BF16:
         a, b, c, d = raw
         low: tl.constexpr = 0x7FFF7FFF
@@ -200,7 +208,10 @@ def store_values(out_ptr, offset, v, mask, BF16: tl.constexpr, ASM: tl.constexpr
     four = tl.arange(0, 4)[None, :]
     if BF16:
         p = join4(
-            bf16_pair(v[0], v[1], ASM), bf16_pair(v[2], v[3], ASM), bf16_pair(v[4], v[5], ASM), bf16_pair(v[6], v[7], ASM)
+            bf16_pair(v[0], v[1], ASM),
+            bf16_pair(v[2], v[3], ASM),
+            bf16_pair(v[4], v[5], ASM),
+            bf16_pair(v[6], v[7], ASM),
         )
         tl.store(out_ptr + ((offset // 2)[:, None] + four), p.to(tl.int32, bitcast=True), mask=mask[:, None])
     else:

@@ -1,4 +1,6 @@
 """Block and outer scales in Triton, by the rules of `formats/reference.py`. Divisions are IEEE's."""
+# mypy: ignore-errors
+# ruff: noqa: RET505 -- Triton wants an else after a return
 
 import triton
 import triton.language as tl
@@ -17,7 +19,9 @@ FP32 = tl.constexpr(3)
 def reciprocal(x, ASM: tl.constexpr):
     """1 / x, correctly rounded."""
     if ASM:
-        return tl.inline_asm_elementwise("rcp.rn.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+        return tl.inline_asm_elementwise(
+            "rcp.rn.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
     else:
         return tl.div_rn(tl.full(x.shape, 1.0, tl.float32), x)
 
@@ -77,8 +81,8 @@ def e8m0_byte(m, ELEMENT_MAX: tl.constexpr, SCALE: tl.constexpr):
 
 @triton.jit
 def e8m0_multiplier(byte):
-    """2^(127 - byte), 2^-127 for byte 254; for byte 255 anything."""
-    return value(tl.where(byte == 254, 0x00400000, (254 - byte) << 23).to(tl.uint32))
+    """2^(127 - byte) of a byte that `e8m0_byte` gave, which is at most 252; anything for 255."""
+    return value(((254 - byte) << 23).to(tl.uint32))
 
 
 @triton.jit

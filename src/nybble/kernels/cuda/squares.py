@@ -1,4 +1,6 @@
 """Quantise with square blocks, 16x16 (NVFP4) or 128x128 (FP8), along the last axis."""
+# mypy: ignore-errors
+# ruff: noqa: RUF005 -- Triton adds tuples but does not unpack them
 
 import triton
 import triton.language as tl
@@ -8,7 +10,7 @@ from nybble.kernels.cuda.registers import load_raw, magnitude, magnitude_bits, m
 from nybble.kernels.cuda.rows import OUTER_NONE, finish_units
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count", "units", "tag"])
 def quantize_squares(
     x_ptr,
     codes_ptr,
@@ -42,7 +44,7 @@ def quantize_squares(
     CHUNKS: tl.constexpr,
     ASM: tl.constexpr,
 ):
-    """One row of blocks of x [lead, count, C] in tiles of ACROSS blocks. `count` is whole blocks if lead > 1."""
+    """One row of blocks of x [lead, count, C], ACROSS blocks a tile. `count` is whole blocks if lead > 1."""
     WIDE: tl.constexpr = ACROSS * BLOCK_UNITS
     N: tl.constexpr = SQUARE * WIDE
     lead = tl.program_id(2).to(tl.int64)
@@ -71,8 +73,37 @@ def quantize_squares(
     if HAS_ROWS:
         e_row = tl.load(rows_ptr + row, mask=mask, other=0)
     finish_units(
-        raws, m, u, mask, row, e_row, False, outer_amax, s_enc, s_dec,
-        codes_ptr, scales_ptr, values_ptr, key_ptr, columns, value_stride, units, tag,
-        E2M1, ELEMENT_MAX, SCALE, BLOCK_UNITS, OUTER_MAX, False, STOCHASTIC, VALUES,
-        IN_BF16, OUT_BF16, ALIGNED, SQUARE, N, CHUNKS, ASM,
-    )  # fmt: skip
+        raws,
+        m,
+        u,
+        mask,
+        row,
+        e_row,
+        False,
+        outer_amax,
+        s_enc,
+        s_dec,
+        codes_ptr,
+        scales_ptr,
+        values_ptr,
+        key_ptr,
+        columns,
+        value_stride,
+        units,
+        tag,
+        E2M1,
+        ELEMENT_MAX,
+        SCALE,
+        BLOCK_UNITS,
+        OUTER_MAX,
+        False,
+        STOCHASTIC,
+        VALUES,
+        IN_BF16,
+        OUT_BF16,
+        ALIGNED,
+        SQUARE,
+        N,
+        CHUNKS,
+        ASM,
+    )

@@ -1,0 +1,84 @@
+"""Runs a group of calls through the Triton kernels under Triton's interpreter, and prints which differ.
+
+A script, because TRITON_INTERPRET must be set before anything imports triton.
+"""
+
+import sys
+
+import torch
+from cuda_cases import KEY, Call, hostile, requantized, same, stochastic
+
+from nybble.formats import reference
+from nybble.kernels.cuda import front, launch_both
+
+ROWS = torch.tensor([5, 1000, 0, 77, 2, 3, 4])
+OFFS = torch.tensor([0, 3, 3, 6], dtype=torch.int32)
+LONG_ROWS = torch.randperm(70, generator=torch.Generator().manual_seed(0))
+LONG_OFFS = torch.tensor([0, 1, 8, 41, 41, 60], dtype=torch.int32)
+
+
+def quantize(x: torch.Tensor, name: str, axis: int = -1, **named: object) -> Call:
+    return Call(op="quantize", args=(x, name, axis), named=named)
+
+
+def values(x: torch.Tensor, name: str, axis: int = -1, **named: object) -> Call:
+    return Call(op="fake_quantize", args=(x, name, torch.bfloat16, axis), named=named)
+
+
+def calls(group: str) -> list[Call]:
+    x, f = hostile(7, 72), hostile(7, 72, torch.float32)
+    if group == "nvfp4 rows":
+        return [
+            quantize(x, "nvfp4", outer="row"),
+            quantize(f, "nvfp4", outer="tensor", **stochastic()),
+            quantize(hostile(7, 33), "nvfp4", outer="row", **stochastic()),
+            quantize(x, "nvfp4", outer="matrix", offs=OFFS, **stochastic(rows=ROWS)),
+            values(x, "nvfp4", outer="tensor", **stochastic()),
+            quantize(x, "nvfp4-4over6", outer="row"),
+        ]
+    if group == "other rows":
+        return [
+            quantize(x, "mxfp8", **stochastic()),
+            values(f, "mxfp8-floor", **stochastic()),
+            quantize(x, "mxfp4", offs=OFFS),
+            quantize(hostile(7, 200), "fp8-1x128"),
+            values(x.expand(2, 7, 72), "fp8-row"),
+            quantize(hostile(40, 72), "nvfp4-16x16", **stochastic()),
+            quantize(hostile(130, 140), "fp8-128x128"),
+        ]
+    if group == "columns":
+        return [
+            quantize(hostile(70, 24), "mxfp8", -2, offs=LONG_OFFS, **stochastic(rows=LONG_ROWS)),
+            values(hostile(40, 20, torch.float32), "mxfp8", -2),
+            quantize(hostile(40, 24), "mxfp4", -2, **stochastic()),
+            quantize(hostile(33, 24), "nvfp4", -2, outer="row"),
+        ]
+    assert group == "codes"
+    shape = [40, 24]
+    parts = reference.quantize(hostile(*shape), "nvfp4", -1, outer="row")
+    return [
+        requantized(hostile(70, 24), "nvfp4", "row", "mxfp8", stochastic(rows=LONG_ROWS), offs=LONG_OFFS),
+        requantized(hostile(64, 24).view(2, 32, 24), "nvfp4", "matrix", "mxfp8", {}, dtype=torch.bfloat16),
+        Call(op="dequantize", args=(*parts, "nvfp4", -1, shape, torch.float32, "row", True)),
+    ]
+
+
+def both_differ() -> list[int]:
+    x = hostile(40, 72)
+    named = {"rounding": "stochastic", "key": KEY, "layer": 1}
+    got = launch_both.launch(x, "mxfp8", torch.bfloat16, operand_rows=2, operand_columns=4, **named)
+    want = (
+        reference.fake_quantize(x, "mxfp8", torch.bfloat16, axis, operand=operand, **named)[0]
+        for axis, operand in ((-1, 2), (-2, 4))
+    )
+    return [i for i, (g, w) in enumerate(zip(got, want, strict=True)) if not same(g, w)]
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    group = sys.argv[1]
+    wrong = {i: bad for i, c in enumerate(calls(group)) if (bad := c.wrong(front, "cpu"))}
+    if group == "codes" and both_differ():
+        wrong[-1] = both_differ()
+    print(wrong)
+    sys.exit(bool(wrong))

@@ -1,0 +1,24 @@
+"""The GPU kernels without a GPU: Triton's interpreter runs them on small hostile inputs, bit for bit."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
+
+
+@pytest.mark.parametrize("group", ["nvfp4 rows", "other rows", "columns", "codes"])
+def test_interpreted_kernels_equal_the_reference(group):
+    script = Path(__file__).with_name("interpreted.py")
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", str(script), group],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
