@@ -2,8 +2,9 @@
 
     python benchmarks/experts_cuda.py --recipes inkling inkling:activations
 
-32768 tokens, 2048 -> 4096 -> 2048 (gated, so the up product is 2048 -> 2 x 2048), 16 experts, one expert a token.
-`micro` counts forward and backward passes over which quantised weights are used again. Medians of CUDA events.
+32768 tokens, 2048 -> 2048 -> 2048 with gates (the up product is 2048 -> 4096), 16 experts, one a token.
+`micro` counts forward and backward passes over which quantised weights are used again. Medians of CUDA
+events.
 """
 
 from collections.abc import Callable
@@ -84,7 +85,9 @@ def main(config: Config) -> None:
             if name != "grouped_mm":
                 nybble.convert(model, experts_only(name))
 
-            def step(model: nn.Sequential = model, quantised: bool = name != "grouped_mm") -> None:
+            def step(
+                model: nn.Sequential = model, micro: int = micro, quantised: bool = name != "grouped_mm"
+            ) -> None:
                 for i in range(micro):
                     if quantised:
                         set_step(model, 0, i)
