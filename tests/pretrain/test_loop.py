@@ -137,6 +137,18 @@ def test_an_infinity_in_the_forward_pass_names_layer_and_step_and_changes_nothin
     session.close()
 
 
+def test_a_compiled_model_is_searched_too(tmp_path: Path) -> None:
+    model = ToyModel()
+    session = toy_session(tmp_path, model)
+    model.compile(backend="eager")
+    train_step(session, 0)
+    with torch.no_grad():
+        model.layers[1].down.weight.fill_(3e38)
+    with pytest.raises(NonFiniteError, match=r"step 2: .*first seen in the output of layers\.1\.down"):
+        train_step(session, 1)
+    session.close()
+
+
 def test_a_nan_born_in_the_backward_pass_is_named(tmp_path: Path) -> None:
     model = ToyModel()
     session = toy_session(tmp_path, model)
