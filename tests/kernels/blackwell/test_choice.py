@@ -180,6 +180,17 @@ def test_experts_give_the_same_from_codes(name, fresh, fake):
     close(plain, both(experts, inputs)[1], 0.05)
 
 
+def test_experts_ask_for_grouped_products_in_every_gemm(monkeypatch):
+    # A GPU may have products and no grouped ones.
+    asked = []
+    monkeypatch.setattr(blackwell, "chosen", lambda *arguments: asked.append(arguments[3:]))
+    experts = Experts()
+    convert(nn.ModuleDict({"experts": experts}), RECIPES["inkling"])
+    step(experts, [torch.randn(9, 48), torch.randint(0, 4, (9, 2)), torch.rand(9, 2)], "auto", fresh=True)
+    assert set(asked) == {("rows", 4), ("columns", 4)}
+    assert asked.count(("columns", 4)) == 2
+
+
 def test_what_the_kernel_cannot_do_is_dequantised_within_one_layer(fake, monkeypatch):
     # NVFP4 along grouped tokens has no kernel: fprop and dgrad run on codes, wgrad does not.
     monkeypatch.setattr(blackwell, "chosen", _auto)
@@ -192,6 +203,20 @@ def test_what_the_kernel_cannot_do_is_dequantised_within_one_layer(fake, monkeyp
     monkeypatch.undo()
     close(step(experts, inputs, "dequantise"), got, 1e-5)
     assert calls >= 4
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+def test_a_weight_that_one_pass_takes_as_codes_and_the_other_as_values(fresh, fake, monkeypatch):
+    # Both passes use the same square blocks, but dy is MXFP8: dgrad must not find the codes of fprop.
+    monkeypatch.setattr(blackwell, "chosen", _auto)
+    rules = {"modules": "**", "fprop": {"x": "nvfp4", "w": "nvfp4-16x16"}, "wgrad": "mxfp8"}
+    layer = nn.Linear(64, 32)
+    convert(nn.ModuleDict({"layer": layer}), {"rule": [{**rules, "dgrad": {"dy": "mxfp8", "w": TILE}}]})
+    inputs = [torch.randn(32, 64)]
+    got = step(layer, inputs, "auto", fresh)
+    assert fake.calls == ["scaled_mm"] * 2
+    monkeypatch.undo()
+    close(step(layer, inputs, "dequantise"), got, 2e-6)
 
 
 def _auto(device, a, b, grouped=None, groups=0):

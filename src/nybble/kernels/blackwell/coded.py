@@ -39,9 +39,13 @@ class Coded:
         """Itself: the order of the logical axes says nothing about storage."""
         return self
 
-    def __getitem__(self, rows: Tensor) -> "Coded":
-        """The operand of the rows [R] of a 2-D one, in another order or repeated."""
-        return Coded(self.codes[rows], self.scales[rows], self.format, self.length)
+    def index_select(self, dim: int, index: Tensor) -> "Coded":
+        """Rows `index` of a 2-D operand, in another order or repeated; `dim` is 0."""
+        codes, scales = (t.index_select(dim, index) for t in (self.codes, self.scales))
+        return Coded(codes, scales, self.format, self.length)
+
+    def __getitem__(self, index: Tensor) -> "Coded":
+        return self.index_select(0, index)
 
     def turned(self) -> "Coded":
         """Square blocks contracted over the other axis: the same values, stored the other way round."""
