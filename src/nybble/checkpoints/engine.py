@@ -15,7 +15,7 @@ from tqdm import tqdm
 from nybble.checkpoints import plan
 from nybble.checkpoints import sidecar as kept_codes
 from nybble.checkpoints.dialects import Dialect, Written
-from nybble.checkpoints.header import NAMES
+from nybble.checkpoints.header import DTYPES, NAMES
 from nybble.checkpoints.packed import STORED, Packed, encode, stack
 from nybble.checkpoints.safetensors_io import Folder
 from nybble.checkpoints.scratch import Scratch, each_in_threads
@@ -134,8 +134,10 @@ def _chunks(count: int, nbytes: int) -> Iterator[range]:
 
 def _write_bank(job: Job, bank: Bank, experts: range, writer: Writer, scratch: Scratch) -> _Done:
     format, reused = job.formats.get(bank.module), 0
-    first, down = bank.read(job.folder, experts, scratch)
-    nbytes = first.nbytes + down.nbytes
+    as_stored = format is None or job.sidecar is not None
+    first, down = bank.read(job.folder, experts, None if as_stored else scratch)
+    values = len(experts) * (bank.rows + bank.width) * bank.hidden
+    nbytes = values * DTYPES[job.folder.entry(bank.tensors[0]).dtype].itemsize
     if format is None:
         dtype = torch.bfloat16 if job.rest == "bf16" else first.dtype
         pieces = job.dialect.bank_tensors(bank, experts.start, first.to(dtype), down.to(dtype))

@@ -8,7 +8,7 @@ tests hold both together.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -21,6 +21,8 @@ from nybble.checkpoints.vectored import raw, runs, transfer
 from nybble.errors import CheckpointError
 
 INDEX_NAME = "model.safetensors.index.json"
+PIECE_BYTES = 1 << 20
+"""What is read at once where it is widened: it fits the second-level cache of a core with what it becomes."""
 
 
 @dataclass
@@ -140,14 +142,28 @@ class Folder:
         self._transfer([(entry.file, start, raw(out))])
         return out
 
-    def read_into(self, pairs: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Fill a tensor from each name; neighbours in a file are read at once."""
-        pieces = []
-        for name, out in pairs:
-            entry = self.entry(name)
-            self._check(entry, out, prod(entry.shape))
-            pieces.append((entry.file, entry.start, raw(out)))
-        self._transfer(pieces)
+    def read_float32(self, name: str, rows: slice, out: torch.Tensor) -> None:
+        """Fill the contiguous FP32 tensor `out` from `rows` of a tensor of any floating type.
+
+        Goes piece by piece, so that what was read is widened while it is in the cache of its core.
+        """
+        entry = self.entry(name)
+        first, last, _ = rows.indices(entry.shape[0])
+        row_bytes = entry.nbytes // max(entry.shape[0], 1)
+        values = out.flatten()
+        dtype = DTYPES[entry.dtype]
+        if values.numel() * dtype.itemsize != (last - first) * row_bytes or out.dtype != torch.float32:
+            raise CheckpointError(f"{self.path}: {name!r} is {list(entry.shape)}, not what was asked for")
+        if dtype == torch.float32:
+            self._transfer([(entry.file, entry.start + first * row_bytes, raw(out))])
+            return
+        piece = torch.empty(PIECE_BYTES // dtype.itemsize, dtype=dtype)
+        at = entry.start + first * row_bytes
+        for part in values.split(piece.numel()):
+            narrow = piece[: part.numel()]
+            self._transfer([(entry.file, at, raw(narrow))])
+            part.copy_(narrow)
+            at += narrow.nbytes
 
     def _check(self, entry: Entry, out: torch.Tensor, count: int) -> None:
         if out.numel() != count or out.dtype != DTYPES[entry.dtype] or not out.is_contiguous():

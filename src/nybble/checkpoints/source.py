@@ -16,6 +16,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from nybble.checkpoints.header import DTYPES
@@ -82,33 +83,45 @@ class Bank:
 
     @property
     def _down(self) -> str:
+        if self.layout == "separate":
+            return f"{self.module}.0.{self.names[-1]}.weight"
         return f"{self.module}.{'w2_weight' if self.layout == 'interleaved' else 'down_proj'}"
 
     def read(self, folder: Folder, experts: range, scratch: Scratch | None = None) -> tuple[Tensor, Tensor]:
         """Projections into [n, 2I or I, H] (gate rows first) and out of [n, H, I] some consecutive experts.
 
-        They lie in buffers of `scratch` if it is given.
+        In the type of the folder, or with `scratch` in FP32 and in buffers of it.
         """
-        scratch = scratch or Scratch()
         into = (len(experts), self.rows, self.hidden)
         out = (len(experts), self.hidden, self.width)
-        last = self._down if self.layout != "separate" else f"{self.module}.0.{self.names[-1]}.weight"
-        dtype = DTYPES[folder.entry(last).dtype]
-        first, down = scratch.empty("first", into, dtype), scratch.empty("down", out, dtype)
-        if self.layout != "separate":
-            rows = slice(experts.start, experts.stop)
-            folder.read(self._down, rows, out=down)
-            if self.layout == "fused":
-                return folder.read(self._first, rows, out=first), down
-            mixed = folder.read(self._first, rows, out=scratch.empty("mixed", into, dtype))
-            first[:, : self.width], first[:, self.width :] = mixed[:, 0::2], mixed[:, 1::2]
+        if scratch is None:
+            dtype = DTYPES[folder.entry(self._down).dtype]
+            first, down = torch.empty(into, dtype=dtype), torch.empty(out, dtype=dtype)
+        else:
+            first = scratch.empty("first", into, torch.float32)
+            down = scratch.empty("down", out, torch.float32)
+
+        def fill(name: str, rows: slice, to: Tensor) -> None:
+            if scratch is None:
+                folder.read(name, rows, out=to)
+            else:
+                folder.read_float32(name, rows, to)
+
+        every = slice(None)
+        if self.layout == "separate":
+            for i, expert in enumerate(experts):
+                for part, rows in zip(self.inputs, first[i].chunk(len(self.inputs)), strict=True):
+                    fill(f"{self.module}.{expert}.{part}.weight", every, rows)
+                fill(f"{self.module}.{expert}.{self.names[-1]}.weight", every, down[i])
             return first, down
-        pairs = []
-        for i, expert in enumerate(experts):
-            for part, rows_of_part in zip(self.inputs, first[i].chunk(len(self.inputs)), strict=True):
-                pairs.append((f"{self.module}.{expert}.{part}.weight", rows_of_part))
-            pairs.append((f"{self.module}.{expert}.{self.names[-1]}.weight", down[i]))
-        folder.read_into(pairs)
+        these = slice(experts.start, experts.stop)
+        fill(self._down, these, down)
+        if self.layout == "fused":
+            fill(self._first, these, first)
+            return first, down
+        mixed = torch.empty_like(first) if scratch is None else scratch.empty("mixed", into, torch.float32)
+        fill(self._first, these, mixed)
+        first[:, : self.width], first[:, self.width :] = mixed[:, 0::2], mixed[:, 1::2]
         return first, down
 
 
