@@ -193,9 +193,9 @@ def _backward(
     )
     dr = _rows(dout, h)
     flipped = proj.flip(1)
-    dq, dk, dv, drel, dsink = (torch.zeros_like(x) for x in (qr, kr, vr, rr, sr))
-    dproj = torch.zeros_like(flipped)
-    Q = qr.shape[0]
+    dq, drel, dsink = (torch.empty_like(x) for x in (qr, rr, sr))
+    dk, dv, dproj = (torch.zeros_like(x) for x in (kr, vr, flipped))
+    Q, buffer = qr.shape[0], qr.new_empty(0)
     for c0, c1, lo, hi in shape.chunks():
         rows, C, K = slice(c0 * G, c1 * G), c1 - c0, hi - lo
         blocked = _blocked(queries, keys, c0, c1, lo, hi)
@@ -209,9 +209,14 @@ def _backward(
         dk[:, lo:hi] += torch.bmm(ds.transpose(1, 2), qc)[:, :-1]
         # back from key positions to distances
         L, n = C + K - 1, min(extent, K)
-        dbias = dp.new_zeros(Q, C * G, L)
-        _slide(dbias, C, G, K).copy_(ds[:, :, :-1].view(Q, C, G, K))
-        dbias = dbias.view(Q * C * G, L)[:, K - n : K]
+        if buffer.shape != (
+            Q,
+            C * G,
+            L,
+        ):  # chunks of one shape write the same places, so that zeros stay zeros
+            buffer = qr.new_zeros(Q, C * G, L)
+        _slide(buffer, C, G, K).copy_(ds[:, :, :-1].view(Q, C, G, K))
+        dbias = buffer.view(Q * C * G, L)[:, K - n : K]
         near = rr[:, rows].reshape(Q * C * G, -1)
         drel[:, rows] = (dbias @ flipped[:, extent - n :].T).view(Q, C * G, -1)
         dproj[:, extent - n :].addmm_(near.T, dbias)

@@ -99,7 +99,7 @@ class _ExpertsByHand(torch.autograd.Function):
         token = order // k
         rows, dy = x.index_select(0, token), dout.index_select(0, token)
         w = weights.reshape(-1)[order]
-        dgate_up, ddown = torch.zeros_like(gate_up), torch.zeros_like(down)
+        dgate_up, ddown = torch.empty_like(gate_up), torch.empty_like(down)
         dact = h.new_empty(len(order), width)
         spans = _spans(ends)
         for e, part in spans:
@@ -110,6 +110,8 @@ class _ExpertsByHand(torch.autograd.Function):
             torch.mm(dy[part].T, act[part], out=ddown[e])
             torch.mm(dh[part].T, rows[part], out=dgate_up[e])
             torch.mm(dh[part], gate_up[e], out=drows[part])
+        for e in {*range(len(ends))} - {e for e, _ in spans}:
+            dgate_up[e], ddown[e] = 0.0, 0.0
         dx = drows.index_select(0, place).view(T, k, x.shape[1]).sum(1)
         return dx, dw[place].view(T, k), dgate_up, ddown, None, None, None, None
 
