@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from nybble.kernels.cpu import layout
 from nybble.kernels.cpu import scales as scale_rules
 from nybble.kernels.cpu import tiles as tile_kernels
 from nybble.kernels.cpu.blocks import SINGLE
-from nybble.kernels.cpu.source import NO_BYTES, NO_FLOATS, NO_SOURCE, Source, flat, shift_of
+from nybble.kernels.cpu.source import NO_BYTES, NO_FLOATS, NO_KEY, NO_ROWS, NO_SOURCE, Source, flat, shift_of
 from nybble.kernels.cpu.threads import split
 
 ROW_SPAN = 2048
@@ -57,7 +58,7 @@ class Job:
 
 def float_rows(x: Tensor) -> Any:
     """Flat float32."""
-    return flat(x.detach().to(torch.float32))
+    return flat(x if x.dtype == torch.float32 else x.to(torch.float32))
 
 
 def to_values(job: Job, x: Any, source: Source, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -123,10 +124,7 @@ def _run(
         source is not NO_SOURCE,
         *source.arguments(),
         source.outer,
-        int(fmt.element == "e4m3"),
-        fmt.element_max,
-        int(math.log2(fmt.element_max)),
-        RULES[fmt.scale or "", fmt.scale_rule],
+        *_numbers(fmt),
         shift,
         fmt.four_over_six,
         fmt.outer_max or 1.0,
@@ -146,6 +144,13 @@ def _run(
         0 if scales is None else scales.shape[-1],
     )
     return amax
+
+
+@cache
+def _numbers(fmt: Format) -> tuple[int, float, int, int]:
+    """The kernel's element, element_max, element_exponent and rule."""
+    exponent = int(math.log2(fmt.element_max))
+    return int(fmt.element == "e4m3"), fmt.element_max, exponent, RULES[fmt.scale or "", fmt.scale_rule]
 
 
 def _span(fmt: Format, tile_rows: int, columns: int) -> int:
@@ -180,7 +185,7 @@ def _measure(x: Any, tiles: layout.Tiles, columns: int, per_column: bool, amax: 
 
 def _key_words(job: Job) -> Any:
     if not job.stochastic or job.key is None:
-        return np.zeros(5, np.uint64)
+        return NO_KEY
     seed, step, micro = (int(v) for v in job.key.tolist())
     low = 0xFFFFFFFF
     words = [
@@ -195,5 +200,5 @@ def _key_words(job: Job) -> Any:
 
 def _row_names(job: Job) -> Any:
     if not job.stochastic or job.rows is None:
-        return np.empty(0, np.int64)
+        return NO_ROWS
     return flat(job.rows.to(torch.int64))

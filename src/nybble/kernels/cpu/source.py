@@ -67,6 +67,8 @@ class Source:
 
 NO_BYTES = np.empty(1, np.uint8)
 NO_FLOATS = np.empty(1, np.float32)
+NO_ROWS = np.empty(0, np.int64)
+NO_KEY = np.zeros(5, np.uint64)
 NO_SOURCE = Source(
     codes=NO_BYTES,
     packed=False,
@@ -126,6 +128,8 @@ def decoded(
     where = grouped.packing(fmt, offs, shape[0]) if offs is not None and axis == -2 else None
     stored = blocks.stored_shape(fmt, shape, axis, None if where is None or offs is None else offs.shape[0])
     out = torch.empty(stored, dtype=torch.float32)
+    if out.numel() == 0:  # groups that hold no token
+        return torch.zeros(shape, dtype=torch.float32)
     later = where is not None and outer == "matrix" and fmt.two_level and apply_outer
     s = stored_rows(codes, scales, amax, fmt, shape, axis, outer, apply_outer and not later, offs)
     split(
