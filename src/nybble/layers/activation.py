@@ -18,6 +18,9 @@ class Activation:
 
     def __init__(self, module: nn.Module) -> None:
         self.function, self.known = _find(module)
+        self.act: Any = module.act_fn
+        # Our own soft-capped SwiGLU has a kernel for CPUs, derivative included.
+        self.fused = hasattr(self.act, "gate_cap")
 
     def __call__(self, gate_up: Tensor) -> Tensor:
         """The model's own activation."""
@@ -26,6 +29,11 @@ class Activation:
     def backward(self, gate_up: Tensor, dh: Tensor) -> Tensor:
         """Gradient at gate_up [R, 2I] for dh [R, I], in FP32."""
         gate_up, dh = gate_up.float(), dh.float()
+        if self.fused and gate_up.device.type == "cpu" and not torch.compiler.is_compiling():
+            halves = [half.detach().requires_grad_() for half in gate_up.chunk(2, dim=-1)]
+            with torch.enable_grad():
+                h = self.act(*halves)
+            return torch.cat(torch.autograd.grad(h, halves, dh), dim=-1)
         if self.known is not None:
             return self.known(gate_up, dh)
         out: Tensor = torch.func.vjp(self.function, gate_up)[1](dh)[0]

@@ -166,7 +166,7 @@ class _Experts(torch.autograd.Function):
         spec = plan.down.spec
         if need_down:
             # GEMM wgrad of down: (w * dy)[R,H].T @ h[R,I] -> dWdown[E,H,I]
-            dy_rows = (dy[token].float() * factor).to(dy.dtype)
+            dy_rows = (dy.index_select(0, token).float().mul_(factor)).to(dy.dtype)
             dw_down = _wgrad(dy_rows, saved_h, h_shape, spec, key, pairs, ends, w_down.dtype)
             del dy_rows
         if need_x or need_weights or need_up:
@@ -197,22 +197,24 @@ class _Experts(torch.autograd.Function):
                 gate_up = _rows_product(values, routed, fprop.x, w, spec, ctx.dtype)
             d_up = plan.activation.backward(gate_up, g.mul_(factor)).to(dy.dtype)
             del gate_up, g
+            shared = None
+            if need_x:
+                # GEMM dgrad of up: d_up[R,2I] @ Wup[E,2I,H] -> dx[R,H], then the sum over a token's k rows
+                dgrad = spec.gemms.dgrad
+                dtype = compute_dtype(dy.device, dgrad.dy, dgrad.w, "rows", groups)
+                draw = spec.draw(Role.DGRAD_DY, key)._replace(rows=pairs)
+                values = cast(d_up, dgrad.dy, -1, dtype, draw)
+                shared = values if spec.shares_dy else None
+                w = plan.up.dgrad(w_up, weight_key, dtype)
+                scale = _row_scale(values.amax, dgrad.dy, w.amax, dgrad.w, routed)
+                dx = combine(
+                    gemm.grouped_rows(values.values, w.values, ends, False), scale, place, plan.k, ctx.dtype
+                )
             if need_up:
                 # GEMM wgrad of up: d_up[R,2I].T @ x[R,H] -> dWup[E,2I,H]
                 x_rows = kept.take(saved_x, spec.gemms, token)
                 shape = (token.shape[0], x_shape[1])
-                dw_up = _wgrad(d_up, x_rows, shape, spec, key, pairs, ends, w_up.dtype)
-                del x_rows
-            if need_x:
-                # GEMM dgrad of up: d_up[R,2I] @ Wup[E,2I,H] -> dx[R,H], then the sum over the k rows of a
-                # token
-                dgrad = spec.gemms.dgrad
-                dtype = compute_dtype(dy.device, dgrad.dy, dgrad.w, "rows", groups)
-                draw = spec.draw(Role.DGRAD_DY, key)._replace(rows=pairs)
-                a, a_amax = cast(d_up, dgrad.dy, -1, dtype, draw)
-                w = plan.up.dgrad(w_up, weight_key, dtype)
-                scale = _row_scale(a_amax, dgrad.dy, w.amax, dgrad.w, routed)
-                dx = combine(gemm.grouped_rows(a, w.values, ends, False), scale, place, plan.k, ctx.dtype)
+                dw_up = _wgrad(d_up, x_rows, shape, spec, key, pairs, ends, w_up.dtype, shared)
         return dx, dweights, dw_up, dw_down, None, None, None, None, None, None
 
 
@@ -223,7 +225,7 @@ def _rows_product(
     `dtype`."""
     token = routed.token()
     amax = a.amax[token] if a_spec.outer == "row" else a.amax
-    out = gemm.grouped_rows(a.values[token], w.values, routed.ends, not dgrad)
+    out = gemm.grouped_rows(a.values.index_select(0, token), w.values, routed.ends, not dgrad)
     w_spec = spec.gemms.dgrad.w if dgrad else spec.gemms.fprop.w
     return gemm.scaled(out, _row_scale(amax, a_spec, w.amax, w_spec, routed)).to(dtype)
 
@@ -247,11 +249,13 @@ def _wgrad(
     pairs: Tensor,
     ends: Tensor,
     dtype: torch.dtype,
+    shared: Values | None = None,
 ) -> Tensor:
     """dy[R,N].T @ x[R,K] over each expert's rows: [E, N, K]."""
     wgrad = spec.gemms.wgrad
     compute = compute_dtype(dy.device, wgrad.dy, wgrad.x, "columns", ends.shape[0])
-    a, a_amax = cast(dy, wgrad.dy, -2, compute, spec.draw(Role.WGRAD_DY, key)._replace(rows=pairs), ends)
+    draw = spec.draw(Role.WGRAD_DY, key)._replace(rows=pairs)
+    a, a_amax = cast(dy, wgrad.dy, -2, compute, draw, ends) if shared is None else shared
     draw = spec.draw(Role.WGRAD_X, key)._replace(rows=pairs)
     b, b_amax = kept.wgrad_operand(saved, spec.gemms, shape, compute, draw, ends)
     scale = product(outer(a_amax, wgrad.dy), outer(b_amax, wgrad.x))

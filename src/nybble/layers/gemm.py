@@ -43,9 +43,7 @@ def grouped_rows(a: Any, w: Any, offs: Tensor, transpose: bool) -> Tensor:
 
 def grouped_columns(a: Any, b: Any, offs: Tensor, dtype: torch.dtype) -> Tensor:
     """The op below, or the native product of codes."""
-    return (
-        product_of_groups(a, b).to(dtype) if isinstance(a, Coded) else _grouped_columns(a, b, offs, dtype)
-    )
+    return product_of_groups(a, b).to(dtype) if isinstance(a, Coded) else _grouped_columns(a, b, offs, dtype)
 
 
 @torch.library.custom_op("nybble::grouped_rows", mutates_args=())

@@ -69,4 +69,8 @@ def wgrad_operand(
 
 def take(saved: Saved, gemms: GemmTable, index: Tensor) -> Saved:
     """Rows of what was saved."""
-    return list(take_rows(Codes(*saved), gemms.fprop.x, index)) if from_codes(gemms) else [saved[0][index]]
+    return (
+        list(take_rows(Codes(*saved), gemms.fprop.x, index))
+        if from_codes(gemms)
+        else [saved[0].index_select(0, index)]
+    )

@@ -111,7 +111,8 @@ class _Linear(torch.autograd.Function):
             dx = gemm.matmul(a, w, scale, plan.x_dtype)
         if ctx.needs_input_grad[1]:
             dtype = compute_dtype(dy.device, gemms.wgrad.dy, gemms.wgrad.x)
-            a, a_amax = cast(dy, gemms.wgrad.dy, -2, dtype, spec.draw(Role.WGRAD_DY, key))
+            if dx is None or not spec.shares_dy:
+                a, a_amax = cast(dy, gemms.wgrad.dy, -2, dtype, spec.draw(Role.WGRAD_DY, key))
             b, b_amax = kept.wgrad_operand(saved, gemms, ctx.shape, dtype, spec.draw(Role.WGRAD_X, key))
             scale = product(outer(a_amax, gemms.wgrad.dy), outer(b_amax, gemms.wgrad.x))
             dw = gemm.matmul(a.t(), b, scale, weight.dtype)

@@ -145,9 +145,9 @@ def recast(
 
 def take_rows(codes: Codes, spec: Operand, index: Tensor) -> Codes:
     """Rows of codes that were made along features: legal without a new scale since each token has its own."""
-    amax = codes.amax[index] if spec.outer == "row" and codes.amax.numel() else codes.amax
-    scales = codes.scales[index] if codes.scales.dim() == 2 else codes.scales
-    return Codes(codes.codes[index], scales, amax)
+    amax = codes.amax.index_select(0, index) if spec.outer == "row" and codes.amax.numel() else codes.amax
+    scales = codes.scales.index_select(0, index) if codes.scales.dim() == 2 else codes.scales
+    return Codes(codes.codes.index_select(0, index), scales, amax)
 
 
 def outer(amax: Tensor, spec: Operand) -> Tensor | None:

@@ -64,7 +64,7 @@ def combine(rows: Tensor, factor: Tensor | None, place: Tensor, k: int, dtype: t
     out = rows.new_zeros(tokens, rows.shape[1], dtype=torch.float32)
     for choice in range(k):
         at = per_choice[:, choice]
-        part = rows[at].float()
+        part = rows.index_select(0, at).float()
         if factor is None:
             out.add_(part)
         else:

@@ -28,6 +28,18 @@ class Spec(NamedTuple):
     role: int
     """Added to the operand number: modules with two weights use it to draw apart."""
 
+    @property
+    def shares_dy(self) -> bool:
+        """dgrad and wgrad take the same values of dy: those of BF16 have no axis and no draws."""
+        dgrad, wgrad = self.gemms.dgrad, self.gemms.wgrad
+        formats_of = {operand.format for operand in (dgrad.dy, dgrad.w, wgrad.dy, wgrad.x)}
+        plain = all(formats.get(name).passthrough for name in formats_of)
+        return (
+            plain
+            and dgrad.dy.format == wgrad.dy.format
+            and ("fp32" not in formats_of or len(formats_of) == 1)
+        )
+
     def draw(self, role: Role, key: Tensor) -> Draw:
         return Draw(key, self.layer, self.role + int(role))
 
