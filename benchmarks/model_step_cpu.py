@@ -83,7 +83,7 @@ def _step(model: nn.Module, ids: torch.Tensor) -> Callable[[int], float]:
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimiser.step()
         optimiser.zero_grad()
-        return round(float(loss), 4)
+        return round(loss.item(), 4)
 
     return step
 

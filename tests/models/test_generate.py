@@ -42,6 +42,10 @@ def test_packed_documents_do_not_see_each_other() -> None:
     torch.testing.assert_close(torch.cat(parts, dim=1), packed.logits, **CLOSE)
     with pytest.raises(NybbleError, match="segments are missing"):
         model(ids[:, :1], cache=cache)
+    cache = model.new_cache()
+    model(ids[:, :3], cache=cache)
+    with pytest.raises(NybbleError, match="give them from the start"):
+        model(ids[:, 3:5], segments=segments[:, 3:5], cache=cache)
 
 
 def test_packed_documents_have_gradients_of_their_own() -> None:

@@ -8,7 +8,9 @@ class _Growing:
     """[B, n, heads, D] that grows along n, doubling its storage, so that appending is cheap."""
 
     def __init__(self, keep: int | None) -> None:
-        self.keep, self.data, self.n = keep, None, 0  # type: int | None, Tensor | None, int
+        self.keep = keep
+        self.data: Tensor | None = None
+        self.n = 0
 
     def append(self, new: Tensor) -> Tensor:
         """All kept tokens followed by `new`; from then on only the last `keep` are kept, if set."""

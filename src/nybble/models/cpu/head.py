@@ -13,9 +13,14 @@ LARGEST_CAP = 40.0
 
 @kernel
 def _rows(
-    first: int, last: int, z: Floats, labels: NDArray[np.int64], nll: Floats, cap: np.float32, share:
-        np.float32
-) -> None:  # fmt: skip
+    first: int,
+    last: int,
+    z: Floats,
+    labels: NDArray[np.int64],
+    nll: Floats,
+    cap: np.float32,
+    share: np.float32,
+) -> None:
     V = z.shape[1]
     one, over = np.float32(1.0), np.float32(1.0) / cap
     mass = np.empty(V, dtype=np.float32)
@@ -45,6 +50,14 @@ def rows(z: Tensor, labels: Tensor, cap: float, share: Tensor) -> Tensor:
     """Loss [n] of z [n, V] before the cap; z becomes share * d loss / d z. A label below 0 is no target."""
     nll = z.new_empty(z.shape[0])
     assert z.is_contiguous()
-    split(_rows, z.shape[0], 32 * z.numel(), floats(z), labels.contiguous().numpy(), floats(nll),
-          np.float32(cap), np.float32(share.item()))  # fmt: skip
+    split(
+        _rows,
+        z.shape[0],
+        32 * z.numel(),
+        floats(z),
+        labels.contiguous().numpy(),
+        floats(nll),
+        np.float32(cap),
+        np.float32(share.item()),
+    )
     return nll

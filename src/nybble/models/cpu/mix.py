@@ -12,9 +12,17 @@ BLOCK_ROWS = 64
 
 @kernel
 def _forward(
-    first: int, last: int, q: Floats, partial: Floats, blocks: Floats, eps: np.float32,
-    outs: Floats, weights: Floats, scores: Floats, rstd: Floats,
-) -> None:  # fmt: skip
+    first: int,
+    last: int,
+    q: Floats,
+    partial: Floats,
+    blocks: Floats,
+    eps: np.float32,
+    outs: Floats,
+    weights: Floats,
+    scores: Floats,
+    rstd: Floats,
+) -> None:
     n, H = q.shape
     m = blocks.shape[0]
     for t in range(first, last):
@@ -54,9 +62,19 @@ def _forward(
 
 @kernel
 def _backward(
-    first: int, last: int, douts: Floats, q: Floats, partial: Floats, blocks: Floats,
-    weights: Floats, scores: Floats, rstd: Floats, dpartial: Floats, dblocks: Floats, dq: Floats,
-) -> None:  # fmt: skip
+    first: int,
+    last: int,
+    douts: Floats,
+    q: Floats,
+    partial: Floats,
+    blocks: Floats,
+    weights: Floats,
+    scores: Floats,
+    rstd: Floats,
+    dpartial: Floats,
+    dblocks: Floats,
+    dq: Floats,
+) -> None:
     n, H = q.shape
     m, T = blocks.shape[0], partial.shape[0]
     dw = np.empty(m + 1, dtype=np.float32)

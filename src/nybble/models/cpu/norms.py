@@ -59,7 +59,7 @@ def _rms_backward(
 @kernel
 def _clip(
     first: int, last: int, x: Floats, scale: Floats, gain: Floats, limit: np.float32, y: Floats, norms: Floats
-) -> None:  # fmt: skip
+) -> None:
     D, heads, one = x.shape[1], scale.shape[0], np.float32(1.0)
     for r in range(first, last):
         row, out, stretch = x[r], y[r], scale[r % heads]
@@ -79,10 +79,17 @@ def _clip(
 
 @kernel
 def _clip_backward(
-    first: int, last: int, dy: Floats, x: Floats, scale: Floats, gain: Floats, limit: np.float32, norms:
-        Floats,
-    dx: Floats, dscale: Floats,
-) -> None:  # fmt: skip
+    first: int,
+    last: int,
+    dy: Floats,
+    x: Floats,
+    scale: Floats,
+    gain: Floats,
+    limit: np.float32,
+    norms: Floats,
+    dx: Floats,
+    dscale: Floats,
+) -> None:
     (R, D), heads, one = x.shape, scale.shape[0], np.float32(1.0)
     for block in range(first, last):
         for h in range(heads):

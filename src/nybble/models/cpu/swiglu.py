@@ -34,9 +34,17 @@ def _forward(first: int, last: int, h: Floats, out: Floats, a: np.float32, b: np
 
 @kernel
 def _backward(
-    first: int, last: int, h: Floats, dy: Floats, w: Floats, d: Floats, act: Floats, dw: Floats,
-    a: np.float32, b: np.float32,
-) -> None:  # fmt: skip
+    first: int,
+    last: int,
+    h: Floats,
+    dy: Floats,
+    w: Floats,
+    d: Floats,
+    act: Floats,
+    dw: Floats,
+    a: np.float32,
+    b: np.float32,
+) -> None:
     width = act.shape[1]
     one = np.float32(1.0)
     over_a, over_b, ab = one / a, one / b, a * b

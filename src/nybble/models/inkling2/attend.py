@@ -1,22 +1,19 @@
 """Causal attention with a learned bias per query and distance, a sink per query and perhaps a window.
 
-    score[i, j] = scale * q_i . k_j + (rel_i . proj[:, i - j] if i - j < extent else 0)     for 0 <= i - j <
-    window out_i = sum_j exp(score[i, j]) v_j / (sum_j exp(score[i, j]) + exp(sink_i))
+    score[i, j] = scale * q_i . k_j + bias[i, i - j]       for 0 <= i - j < window
+    bias[i, d] = rel_i . proj[:, d]                        for d < extent, else 0
+    out_i = sum_j exp(score[i, j]) v_j / (sum_j exp(score[i, j]) + exp(sink_i))
 
-Two ways to compute it. `attend_chunks` walks over chunks of queries and computes scores again in the
-backward pass: nothing of size S x S is ever kept. Each chunk's bias comes from one small GEMM over
-distances; a view whose rows slide by one element turns distances into key positions without a gather, and
-the mask is a slice of that GEMM's buffer. `attend_flex` gives the bias to FlexAttention (arXiv 2412.05496)
-as a [B, H, S, extent] tensor.
+`attend_chunks` walks over chunks of queries and computes scores again in the backward pass: nothing of size
+S x S is ever kept. Each chunk's bias comes from one small GEMM over distances; a view whose rows slide by
+one element turns distances into key positions without a gather, and the mask is a slice of that GEMM's
+buffer. `flex.py` computes the same on GPUs.
 
 Shapes: q [B, S, H, D]; k, v [B, T, h, D] with h key heads, H a multiple of h and T >= S (the last S keys are
 the queries' own tokens); rel [B, S, H, R]; proj [R, extent]; sink [B, S, H]; result [B, S, H, D].
 """
 
-import warnings
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -65,9 +62,8 @@ def _rows(x: Tensor, h: int) -> Tensor:
 def _unrows(x: Tensor, shape: _Shape) -> Tensor:
     """[B * h, S * G, D] -> [B, S, h * G, D]."""
     B, S, h, G = shape.B, shape.S, shape.h, shape.G
-    return (
-        x.view(B, h, S, G, -1).transpose(1, 2).contiguous().view(B, S, h * G, -1)
-    )  # as the fake kernels promise
+    # contiguous, as the fake kernels promise
+    return x.view(B, h, S, G, -1).transpose(1, 2).contiguous().view(B, S, h * G, -1)
 
 
 def _slide(bias: Tensor, C: int, G: int, K: int) -> Tensor:
@@ -275,63 +271,3 @@ def attend_chunks(
     dtype = q.dtype
     q, k, v, rel, proj, sink = (x.float() for x in (q, k, v, rel, proj, sink))
     return _forward(q, k, v, rel, proj, sink, query_segments, key_segments, window, scale).to(dtype)
-
-
-@cache
-def _compiled_flex() -> Callable[..., Any]:
-    from torch.nn.attention.flex_attention import flex_attention
-
-    return torch.compile(flex_attention, dynamic=False)
-
-
-def block_mask(S: int, window: int | None, segments: Tensor | None, B: int, device: torch.device) -> Any:
-    """FlexAttention's mask of a causal, windowed, document-wise attention over S tokens."""
-    from torch.nn.attention.flex_attention import create_block_mask
-
-    def allowed(b: Tensor, head: Tensor, i: Tensor, j: Tensor) -> Tensor:  # noqa: ARG001
-        ok = i >= j
-        if window is not None:
-            ok = ok & (i - j < window)
-        if segments is not None:
-            ok = ok & (segments[b, i] == segments[b, j])
-        return ok
-
-    return create_block_mask(allowed, B if segments is not None else None, None, S, S, device=str(device))
-
-
-def attend_flex(
-    q: Tensor, k: Tensor, v: Tensor, rel: Tensor, proj: Tensor, sink: Tensor, *, scale: float, mask: Any
-) -> Tensor:
-    """The formula above through FlexAttention, for S = T; `mask` is a `block_mask`.
-
-    On a CPU this runs FlexAttention's slow eager form, for tests.
-    """
-    from torch.nn.attention.flex_attention import AuxRequest, flex_attention
-
-    extent = proj.shape[1]
-    bias = (rel @ proj.to(rel.dtype)).transpose(1, 2).contiguous()  # [B, H, S, extent]
-
-    def add_bias(score: Tensor, b: Tensor, head: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        distance = i - j
-        near = (distance >= 0) & (distance < extent)
-        return score + torch.where(near, bias[b, head, i, distance.clamp(0, extent - 1)], 0.0)
-
-    compiled = torch.compiler.is_compiling() or q.device.type == "cpu"
-    flex: Any = flex_attention if compiled else _compiled_flex()
-    with warnings.catch_warnings():
-        if not torch.compiler.is_compiling():
-            warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")
-        out, aux = flex(
-            q.transpose(1, 2),
-            k.transpose(1, 2),
-            v.transpose(1, 2),
-            score_mod=add_bias,
-            block_mask=mask,
-            scale=scale,
-            enable_gqa=True,
-            return_aux=AuxRequest(lse=True),
-        )
-    keep = torch.sigmoid(
-        aux.lse - sink.float().transpose(1, 2)
-    )  # the sink's value is zero: it only takes mass away
-    return (out * keep[..., None].to(out.dtype)).transpose(1, 2)

@@ -4,9 +4,10 @@ import torch
 from torch import Tensor, nn
 from transformers import Inkling2TextConfig
 
-from nybble.models.inkling2.attend import attend_chunks, attend_flex
+from nybble.models.inkling2.attend import attend_chunks
 from nybble.models.inkling2.context import Context
 from nybble.models.inkling2.conv import DynamicShortConvolution, ShortConvolution
+from nybble.models.inkling2.flex import attend_flex
 from nybble.models.linear import Linear
 from nybble.models.norms import l2_clip, rms_norm
 

@@ -68,10 +68,16 @@ class _ExpertsByHand(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, order: Tensor, place: Tensor,
-            ends: Tensor,
+        ctx: Any,
+        x: Tensor,
+        weights: Tensor,
+        gate_up: Tensor,
+        down: Tensor,
+        order: Tensor,
+        place: Tensor,
+        ends: Tensor,
         caps: tuple[float, float],
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         T, k = weights.shape
         _, H, width = down.shape
         rows = x.index_select(0, order // k)

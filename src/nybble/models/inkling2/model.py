@@ -11,21 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import GenerationConfig, Inkling2TextConfig, PreTrainedModel
-from transformers import initialization as init
+from transformers import GenerationConfig, Inkling2TextConfig
 
 from nybble.errors import NybbleError
 from nybble.models.balance import ExpertLoad
 from nybble.models.cache import Cache
-from nybble.models.inkling2.attend import block_mask
-from nybble.models.inkling2.attention import RelativePositionBias, ScaledClip
 from nybble.models.inkling2.config import check, windows
 from nybble.models.inkling2.context import Context, document_positions, same_document
-from nybble.models.inkling2.conv import DynamicShortConvolution
-from nybble.models.inkling2.experts import Experts
+from nybble.models.inkling2.flex import block_mask
 from nybble.models.inkling2.layer import DecoderLayer, make_layer
+from nybble.models.inkling2.pretrained import Inkling2PreTrainedModel
 from nybble.models.inkling2.residual import EPS, BlockAttentionResidual
-from nybble.models.inkling2.router import Router
 from nybble.models.loss import IGNORE, head_loss
 from nybble.models.norms import RMSNorm, rms_norm
 
@@ -48,56 +44,6 @@ class NormedEmbedding(nn.Embedding):
 
     def forward(self, ids: Tensor) -> Tensor:
         return self.embed_norm(super().forward(ids))
-
-
-class Inkling2PreTrainedModel(PreTrainedModel):
-    """Folders and initial weights, as transformers' class has them."""
-
-    config: Inkling2TextConfig
-    config_class = Inkling2TextConfig
-    base_model_prefix = "model"
-    supports_gradient_checkpointing = True
-    _no_split_modules = ("SlidingDecoderLayer", "FullDecoderLayer")
-    _keep_in_fp32_modules_strict = (
-        "e_score_correction_bias",
-        "mlp.gate.weight",
-        "post_attention_convolution",
-        "post_mlp_convolution",
-        "sconv.conv1d",
-        "attention_input",
-        "mlp_input",
-        "final_input",
-    )
-
-    @classmethod
-    def _can_set_experts_implementation(cls) -> bool:
-        # a config that transformers' own class has touched names an implementation; here the device decides
-        return True
-
-    @classmethod
-    def is_custom_code(cls) -> bool:
-        # transformers' table of checkpoint names for this model type holds for this class too
-        return False
-
-    def _init_weights(self, module: nn.Module) -> None:
-        super()._init_weights(module)
-        std = self.config.initializer_range
-        if isinstance(module, RelativePositionBias):
-            init.normal_(module.proj, mean=0.0, std=std)
-        elif isinstance(module, Experts):
-            init.normal_(module.gate_up_proj, mean=0.0, std=std)
-            init.normal_(module.down_proj, mean=0.0, std=std)
-        elif isinstance(module, Router):
-            init.normal_(module.weight, mean=0.0, std=std)
-            init.zeros_(module.e_score_correction_bias)
-        elif isinstance(module, ScaledClip):
-            init.ones_(module.scale)
-        elif isinstance(module, DynamicShortConvolution):
-            init.zeros_(module.static_weight)
-        elif isinstance(module, BlockAttentionResidual):
-            init.zeros_(module.query)
-        elif isinstance(module, Inkling2ForCausalLM):
-            init.zeros_(module.expert_load)
 
 
 class Inkling2TextModel(Inkling2PreTrainedModel):
@@ -277,6 +223,8 @@ class Inkling2ForCausalLM(ExpertLoad, Inkling2PreTrainedModel):
             raise NybbleError(
                 "segments are missing: the cached tokens have them, so the new ones need them too"
             )
+        if segments is not None and past and before is None:
+            raise NybbleError("segments are given, but the cached tokens have none: give them from the start")
         same: tuple[Tensor, ...] = ()
         if segments is not None:
             same = same_document(segments, before, self.config.conv_kernel_size)
