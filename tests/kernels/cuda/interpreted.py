@@ -26,7 +26,7 @@ def values(x: torch.Tensor, name: str, axis: int = -1, **named: object) -> Call:
 
 
 def calls(group: str) -> list[Call]:
-    x, f = hostile(7, 72), hostile(7, 72, torch.float32)
+    x, f = hostile(7, 40), hostile(7, 40, torch.float32)
     if group == "nvfp4 rows":
         return [
             quantize(x, "nvfp4", outer="row"),
@@ -34,7 +34,7 @@ def calls(group: str) -> list[Call]:
             quantize(hostile(7, 33), "nvfp4", outer="row", **stochastic()),
             quantize(x, "nvfp4", outer="matrix", offs=OFFS, **stochastic(rows=ROWS)),
             values(x, "nvfp4", outer="tensor", **stochastic()),
-            quantize(x, "nvfp4-4over6", outer="row"),
+            quantize(hostile(7, 40)[4:], "nvfp4-4over6", outer="row"),
         ]
     if group == "other rows":
         return [
@@ -42,9 +42,11 @@ def calls(group: str) -> list[Call]:
             values(f, "mxfp8-floor", **stochastic()),
             quantize(x, "mxfp4", offs=OFFS),
             quantize(hostile(7, 200), "fp8-1x128"),
-            values(x.expand(2, 7, 72), "fp8-row"),
+            values(x.expand(2, 7, 40), "fp8-row"),
             quantize(hostile(40, 72), "nvfp4-16x16", **stochastic()),
             quantize(hostile(130, 140), "fp8-128x128"),
+            values(hostile(2, 16600), "fp8-row"),
+            quantize(hostile(2, 4200), "nvfp4", outer="row", **stochastic()),
         ]
     if group == "columns":
         return [

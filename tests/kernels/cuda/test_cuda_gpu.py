@@ -158,7 +158,7 @@ def test_tiles_do_not_change_draws():
     rows = launch_rows.as_rows(x, 16)
     draw = launch_rows.Draw(key=KEY.cuda(), layer=1, operand=1)
     results = []
-    for tile in ((128, 4), (64, 1), (32, 2)):
+    for tile in ((128, 4, 1), (64, 1, 2), (32, 2, 4)):
         codes = torch.zeros(64, 1024, dtype=torch.uint8, device="cuda")
         scales = torch.zeros(64, 128, dtype=torch.uint8, device="cuda")
         amax = torch.zeros(64, device="cuda")

@@ -4,7 +4,8 @@
 import triton
 import triton.language as tl
 
-from nybble.kernels.cuda.rows import finite_top, load_unit, unit_magnitude
+from nybble.kernels.cuda.rows import finite_unit_magnitude, load_unit, top, unit_magnitude
+from nybble.kernels.cuda.scales import INFINITE
 
 
 @triton.jit(do_not_specialize=["units", "groups"])
@@ -32,7 +33,9 @@ def amax_rows(
         inside = row < tl.load(offs_ptr + groups - 1)
     u = tile.to(tl.int64) * N + tl.arange(0, N)
     raws = load_unit(x_ptr, row * row_stride, u, (u < units) & inside, CHUNKS, IN_BF16)
-    t = finite_top(raws, unit_magnitude(raws, CHUNKS, IN_BF16, ASM), CHUNKS, IN_BF16)
+    t = top(unit_magnitude(raws, CHUNKS, IN_BF16, ASM))
+    if t >= INFINITE:  # a second look, at finite elements
+        t = top(finite_unit_magnitude(raws, CHUNKS, IN_BF16))
     which = row
     if HAS_GROUP:
         which = tl.load(group_ptr + row).to(tl.int64)

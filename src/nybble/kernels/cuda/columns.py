@@ -14,6 +14,7 @@ from nybble.kernels.cuda import scales as rule
 from nybble.kernels.cuda.draws import draw_words, load_key
 from nybble.kernels.cuda.elements import (
     bits,
+    e2m1_index,
     e2m1_magnitude,
     e2m1_rounded,
     e4m3_rounded,
@@ -23,7 +24,7 @@ from nybble.kernels.cuda.elements import (
     value,
     with_sign,
 )
-from nybble.kernels.cuda.registers import store_values
+from nybble.kernels.cuda.registers import join8, store_values
 from nybble.kernels.cuda.sources import (
     NVFP4,
     column_signs,
@@ -32,15 +33,6 @@ from nybble.kernels.cuda.sources import (
     source_magnitudes,
     tile_maxima,
 )
-
-
-@triton.jit
-def join8(t):
-    """Eight tensors as one with a last dimension of 8."""
-    a = tl.join(
-        tl.join(tl.join(t[0], t[4]), tl.join(t[2], t[6])), tl.join(tl.join(t[1], t[5]), tl.join(t[3], t[7]))
-    )
-    return tl.reshape(a, t[0].shape + (8,))
 
 
 @triton.jit
@@ -394,9 +386,9 @@ def _finish_e2m1(
             a = tl.abs(x[j]) * muls[j]
             t = e2m1_rounded(a, draws[i], j, STOCHASTIC, ASM)
             if VALUES:
-                v = v + (with_sign(e2m1_magnitude(t) * scales[j], x[j]),)
+                v = v + (with_sign(e2m1_magnitude(t, STOCHASTIC) * scales[j], x[j]),)
             else:
-                nibble = ((t & 7) | (bits(x[j]) >> 28 & 8)) << (4 * i)
+                nibble = ((e2m1_index(t, STOCHASTIC) & 7) | (bits(x[j]) >> 28 & 8)) << (4 * i)
                 grown = grown + (nibble if i == 0 else words[j] | nibble,)
         if VALUES:
             store_values(

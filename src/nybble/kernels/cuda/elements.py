@@ -1,11 +1,11 @@
 """Rounding to E2M1 and E4M3 and back, on tuples of registers: eight neighbouring elements are eight tensors.
 
 E2M1, magnitude a: the index is g(a) = min(2a, a + 2, a/2 + 4, 7) rounded to an integer: its pieces have the
-steps 1/2, 1 and 2 of the format. An FP32 addition to 2^23 rounds to integers, ties to even, so rounding to nearest is
-three additions and a minimum of their bits; rounding is monotone, so the minimum may come after it.
-Stochastic: an addition to 2^6, rounded towards zero, leaves g with 17 fraction bits, to which 2r + 1 is added.
-E4M3 stochastic: the FP32 bits of a have 20 bits to drop where a >= 2^-6; below, those of (a + 2^-6) / 2 have the
-step of the subnormals, and the larger of the two patterns is the right one.
+steps 1/2, 1 and 2 of the format. An FP32 addition to 2^23 rounds to integers, ties to even, so rounding to
+nearest is three additions and a minimum of their bits (rounding is monotone: the minimum may come after it).
+Stochastic: an addition to 2^6, rounded towards zero, leaves g with 17 fraction bits; 2r + 1 is added to them.
+E4M3 stochastic: the FP32 bits of a have 20 bits to drop where a >= 2^-6; below, those of (a + 2^-6) / 2 have
+the step of the subnormals, and the larger of the two patterns is the right one.
 """
 # mypy: ignore-errors
 # ruff: noqa: RUF005, RET505 -- Triton adds tuples, does not unpack them, and wants an else after a return
@@ -14,8 +14,13 @@ import triton
 import triton.language as tl
 
 SIGN = tl.constexpr(0x80000000)
-# What the Horner sum of packed indices holds beside them: 0x4B000000 * 16^j summed over j < 8, modulo 2^32.
-BIAS = tl.constexpr(0x4B000000 * 0x11111111 & 0xFFFFFFFF)
+# What rounded E2M1 magnitudes hold beside their index, and what sums of eight of them times 16^j do.
+NEAREST = tl.constexpr(0x4B000000)  # 2^23
+STOCHASTIC_ZERO = tl.constexpr(
+    0x3F7FFFF9
+)  # 1 - 7 * 2^-24, so that index 7 is 1.0, where additions can saturate
+NEAREST_SUM = tl.constexpr(0x4B000000 * 0x11111111 & 0xFFFFFFFF)
+STOCHASTIC_SUM = tl.constexpr(0x3F7FFFF9 * 0x11111111 & 0xFFFFFFFF)
 
 
 @triton.jit
@@ -56,25 +61,24 @@ def e2m1_nearest(a):
 
 @triton.jit
 def e2m1_stochastic(a, draw, ASM: tl.constexpr):
-    """The same, rounded stochastically; `draw` is the FP32 number 2^23 + r that `low_draw` makes."""
+    """uint32 STOCHASTIC_ZERO plus the index; `draw` is r as the bits of an FP32 number. NaN: anything."""
     if ASM:
-        # t = 64 + g + 2^-17; draw / 2^16 makes it 192 + g + (2r + 1) / 2^17, whose floor is added.
+        # In units of 2^-24: t = 64 + g + 2^-17; with the draw 64 + g + (2r + 1) / 2^17, then the floor.
         return tl.inline_asm_elementwise(
             """{
             .reg .f32 halves, ones, twos, s;
             .reg .s32 h, o, w;
-            fma.rz.f32 halves, $1, 0f40000000, 0f42800001;
-            add.rz.f32 ones, $1, 0f42840001;
-            fma.rz.f32 twos, $1, 0f3F000000, 0f42880001;
+            fma.rz.f32 halves, $1, 0f34000000, 0f36800001;
+            fma.rz.f32 ones, $1, 0f33800000, 0f36840001;
+            fma.rz.f32 twos, $1, 0f33000000, 0f36880001;
             mov.b32 h, halves;
             mov.b32 o, ones;
             mov.b32 w, twos;
             min.s32 h, h, o;
             min.s32 h, h, w;
-            min.s32 h, h, 0x428E0000;
             mov.b32 s, h;
-            fma.rz.f32 s, $2, 0f37800000, s;
-            add.rz.f32 s, s, 0f4AFFFE80;
+            fma.rz.f32 s, $2, 0f76000000, s;
+            add.rz.sat.f32 s, s, 0f3F7FFFB9;
             mov.b32 $0, s;
             }""",
             "=r,f,f",
@@ -88,33 +92,32 @@ def e2m1_stochastic(a, draw, ASM: tl.constexpr):
         ones = bits(fma_rz(a, 1.0, 66.0 + 2.0**-17, ASM)).to(tl.int32)
         twos = bits(fma_rz(a, 0.5, 68.0 + 2.0**-17, ASM)).to(tl.int32)
         g = tl.minimum(tl.minimum(halves, ones), tl.minimum(twos, 0x428E0000)).to(tl.uint32)
-        return ((g + (bits(draw) & 0xFFFF) * 2) >> 17 & 15) | 0x4B000000
+        return ((g + bits(draw) * 2) >> 17 & 15) + STOCHASTIC_ZERO
 
 
 @triton.jit
 def low_draw(w):
-    """2^23 plus the low draw of a word, in FP32."""
-    return value((w & 0xFFFF) | 0x4B000000)
+    """The low draw of a word as the bits of an FP32 number."""
+    return value(w & 0xFFFF)
 
 
 @triton.jit
-def high_draw(w, ASM: tl.constexpr):
-    """2^23 plus the high draw of a word, in FP32."""
-    if ASM:
-        return tl.inline_asm_elementwise(
-            "prmt.b32 $0, $1, 0x4B000000, 0x7432;", "=f,r", [w], dtype=tl.float32, is_pure=True, pack=1
-        )
-    else:
-        return value((w >> 16) | 0x4B000000)
+def high_draw(w):
+    """The high draw."""
+    return value(w >> 16)
+
+
+@triton.jit
+def e2m1_index(t, STOCHASTIC: tl.constexpr):
+    """uint32 whose low three bits are the index of a rounded magnitude, and bits 3 to 22 are 0."""
+    return t + (0x3F800000 - STOCHASTIC_ZERO) if STOCHASTIC else t
 
 
 @triton.jit
 def e2m1_rounded(a, words, j: tl.constexpr, STOCHASTIC: tl.constexpr, ASM: tl.constexpr):
-    """A magnitude rounded, as `e2m1_nearest` leaves it; with the draw of element j of eight."""
+    """A magnitude rounded by `e2m1_nearest`, or by `e2m1_stochastic` with the draw of element j of eight."""
     if STOCHASTIC:
-        return e2m1_stochastic(
-            a, low_draw(words[j // 2]) if j % 2 == 0 else high_draw(words[j // 2], ASM), ASM
-        )
+        return e2m1_stochastic(a, low_draw(words[j // 2]) if j % 2 == 0 else high_draw(words[j // 2]), ASM)
     else:
         return e2m1_nearest(a)
 
@@ -129,18 +132,18 @@ def e2m1_indices(a, m, words, STOCHASTIC: tl.constexpr, ASM: tl.constexpr):
 
 
 @triton.jit
-def e2m1_word(t, signs):
+def e2m1_word(t, signs, STOCHASTIC: tl.constexpr):
     """Eight codes in one uint32, element 0 lowest, of `e2m1_indices` and `registers.sign_nibbles`."""
     acc = t[7]
     for k in tl.static_range(7):
         acc = acc * 16 + t[6 - k]
-    return (acc - BIAS) | signs
+    return (acc - (STOCHASTIC_SUM if STOCHASTIC else NEAREST_SUM)) | signs
 
 
 @triton.jit
-def e2m1_magnitude(t):
+def e2m1_magnitude(t, STOCHASTIC: tl.constexpr):
     """The FP32 value of a rounded magnitude: an index at bit 22 is a float 2^-126 times too small."""
-    return value(t << 22) * 2.0**126
+    return value(e2m1_index(t, STOCHASTIC) << 22) * 2.0**126
 
 
 @triton.jit
@@ -190,33 +193,36 @@ def e4m3_byte_nearest(x):
 
 @triton.jit
 def e4m3_stochastic(a, draw, ASM: tl.constexpr, CLAMP: tl.constexpr):
-    """uint32 whose highest byte is the E4M3 magnitude; `draw` is of `low_draw8`; a <= 448 or clamped so."""
-    p = tl.maximum(bits(a).to(tl.int32), bits(fma_rz(a, 0.5, 2.0**-7, ASM)).to(tl.int32))
+    """uint32 whose highest byte is the E4M3 magnitude; `draw` is 256 r; a <= 448 or clamped so."""
+    # On top of the bits: 8, half a unit of the draws, and 8 exponents, which bring the byte's bias to 256.
+    p = tl.maximum(
+        (bits(a) + 0x04000008).to(tl.int32), bits(fma_rz(a, 128.0, 2.0 + 2.0**-19, ASM)).to(tl.int32)
+    )
     if CLAMP:
-        p = tl.minimum(p, 0x43E00000)
+        p = tl.minimum(p, 0x47E00008)
     return p.to(tl.uint32) * 16 + draw
 
 
 @triton.jit
 def low_draw8(w, ASM: tl.constexpr):
-    """256 r + 128 of the low draw of a word; 0x40 in the highest byte makes up for the exponent's bias."""
+    """256 r of the low draw of a word."""
     if ASM:
         return tl.inline_asm_elementwise(
-            "prmt.b32 $0, $1, 0x40000080, 0x7104;", "=r,r", [w], dtype=tl.uint32, is_pure=True, pack=1
+            "prmt.b32 $0, $1, 0, 0x4104;", "=r,r", [w], dtype=tl.uint32, is_pure=True, pack=1
         )
     else:
-        return ((w & 0xFFFF) << 8) | 0x40000080
+        return (w & 0xFFFF) << 8
 
 
 @triton.jit
 def high_draw8(w, ASM: tl.constexpr):
-    """The same of the high draw."""
+    """256 r of the high draw of a word."""
     if ASM:
         return tl.inline_asm_elementwise(
-            "prmt.b32 $0, $1, 0x40000080, 0x7324;", "=r,r", [w], dtype=tl.uint32, is_pure=True, pack=1
+            "prmt.b32 $0, $1, 0, 0x4324;", "=r,r", [w], dtype=tl.uint32, is_pure=True, pack=1
         )
     else:
-        return ((w >> 16) << 8) | 0x40000080
+        return (w >> 16) << 8
 
 
 @triton.jit

@@ -315,7 +315,7 @@ def _run(job: Job, x: Tensor) -> tuple[Tensor, ...]:
 
 
 def _rows(job: Job, x: Tensor) -> tuple[Tensor, ...]:
-    fmt, unit, (lead, height, width) = job.fmt, by_rows.unit_of(job.fmt, job.dtype is not None), job.matrices
+    fmt, unit, (lead, height, width) = job.fmt, by_rows.unit_of(job.fmt), job.matrices
     whole = fmt.block_cols is None or (fmt.two_level and job.outer == "row")
     flat_block = width % (fmt.block_cols or 1) == 0
     count = lead if fmt.two_level and job.outer == "matrix" else 1

@@ -168,6 +168,9 @@ def quantize_columns(
             W=warps,
             ASM=use_asm(device),
             num_warps=warps,
+            **(
+                {"maxnreg": 128} if source.x is None and draw.stochastic else {}
+            ),  # a fourth program a multiprocessor
             enable_fp_fusion=False,
         )
     if values is not None:

@@ -12,6 +12,7 @@ from nybble.kernels.cuda import groups as group_kernel
 from nybble.kernels.cuda import rows as row_kernel
 from nybble.kernels.cuda.jit import cdiv, use_asm
 
+ENOUGH_PROGRAMS = 2048  # to fill any GPU several times over
 GRID_LIMIT = 65535  # of the second axis of a CUDA grid
 SCALES = {("e4m3", None): 0, ("e8m0", "up"): 1, ("e8m0", "floor"): 2, ("fp32", None): 3}
 
@@ -56,9 +57,9 @@ class Rows:
         return self.x.view(torch.int32) if self.bf16 else self.x
 
 
-def unit_of(fmt: Format, values: bool) -> int:
+def unit_of(fmt: Format) -> int:
     """Elements that a thread takes: 8 are a dense access, a whole block saves its scale's arithmetic."""
-    return 16 if fmt.scale == "e4m3" and (fmt.four_over_six or not values) else 8
+    return 16 if fmt.scale == "e4m3" else 8
 
 
 def as_matrix(x: Tensor) -> Tensor:
@@ -146,24 +147,25 @@ def quantize_rows(
     codes: Tensor | None = None,
     scales: Tensor | None = None,
     values: Tensor | None = None,
-    tile: tuple[int, int] | None = None,
+    tile: tuple[int, int, int] | None = None,
     unit: int | None = None,
 ) -> None:
     """Quantise rows along their columns into `codes` and `scales`, or into `values` [R, padded C].
 
     Args:
         outer: OUTER_NONE, OUTER_ROW (amax [R] is written) or OUTER_GIVEN (it is read, at `group` or the row).
-        tile: (units of a tile, warps), to override what is chosen.
+        tile: (units of a tile, warps, tiles a program), to override what is chosen.
         unit: elements that a thread takes at a time, likewise.
     """
     count, width = x.x.shape
-    unit = unit or unit_of(fmt, values is not None)
+    unit = unit or unit_of(fmt)
     units = width // unit
     block_units = 0 if fmt.block_cols is None else fmt.block_cols // unit
     whole = outer == row_kernel.OUTER_ROW.value or block_units == 0
-    n, warps = tile or choose_tile(units, unit, whole, draw.stochastic)
+    n, warps, loops = tile or choose_tile(count, units, unit, whole, draw.stochastic)
     n = max(n, block_units)
-    tiles = 1 if whole else cdiv(units, n)
+    loops = cdiv(units, n) if whole else loops
+    tiles = 1 if whole else cdiv(units, n * loops)
     across, axis = grid(count, tiles)
     out_bf16 = values is not None and values.dtype == torch.bfloat16
     row_kernel.quantize_rows[across](
@@ -198,7 +200,7 @@ def quantize_rows(
         HAS_GROUP=group is not None,
         ALIGNED=x.columns % 8 == 0,
         ROW_AXIS=axis,
-        LOOPS=cdiv(units, n) if whole else 1,
+        LOOPS=loops,
         N=n,
         CHUNKS=unit // 8,
         ASM=use_asm(x.x.device),
@@ -207,11 +209,14 @@ def quantize_rows(
     )
 
 
-def choose_tile(units: int, unit: int, whole: bool, stochastic: bool) -> tuple[int, int]:
-    """(units of a tile, warps): 32 or 64 elements a thread keep enough loads in flight without spilling."""
-    if whole:
-        n = min(pow2(units), 8192 // unit)
-        return n, max(1, min(8, n * unit // (32 * 64)))
-    each = 32 if stochastic or unit == 8 else 64
-    n = max(128, min(pow2(units), 128 * each // unit))
-    return n, max(1, min(4, n * unit // (32 * each)))
+def choose_tile(rows: int, units: int, unit: int, whole: bool, stochastic: bool) -> tuple[int, int, int]:
+    """(units of a tile, warps, tiles a program).
+
+    32 elements a thread, tile after tile, where much is computed; 64 at once to keep memory busy.
+    """
+    each = 32 if stochastic or (unit == 8 and not whole) else 64
+    cap = (4096 if stochastic else 8192) // unit if whole else 128 * each // unit
+    n = max(128, min(pow2(units), cap))
+    warps = max(1, min(4, n * unit // (32 * each)))
+    many = rows * units >= 4 * n * ENOUGH_PROGRAMS
+    return n, warps, 4 if stochastic and unit == 16 and many and not whole and units >= 4 * n else 1

@@ -28,6 +28,15 @@ def join4(a, b, c, d):
 
 
 @triton.jit
+def join8(t):
+    """Eight tensors as one with a last dimension of 8."""
+    a = tl.join(
+        tl.join(tl.join(t[0], t[4]), tl.join(t[2], t[6])), tl.join(tl.join(t[1], t[5]), tl.join(t[3], t[7]))
+    )
+    return tl.reshape(a, t[0].shape + (8,))
+
+
+@triton.jit
 def load_raw(x_ptr, offset, mask, BF16: tl.constexpr):
     """Eight elements from `offset`, a multiple of 8: four uint32 of pairs, or eight FP32. 0 where masked."""
     four = tl.arange(0, 4)[None, :]
@@ -217,6 +226,29 @@ def store_values(out_ptr, offset, v, mask, BF16: tl.constexpr, ASM: tl.constexpr
     else:
         tl.store(out_ptr + (offset[:, None] + four), join4(v[0], v[1], v[2], v[3]), mask=mask[:, None])
         tl.store(out_ptr + (offset[:, None] + (four + 4)), join4(v[4], v[5], v[6], v[7]), mask=mask[:, None])
+
+
+@triton.jit
+def eight(v, first: tl.constexpr):
+    """Eight entries of a tuple."""
+    out = ()
+    for j in tl.static_range(8):
+        out = out + (v[first + j],)
+    return out
+
+
+@triton.jit
+def store_values16(out_ptr, offset, v, mask, BF16: tl.constexpr, ASM: tl.constexpr):
+    """Sixteen FP32 likewise. One store, which Triton brings to a dense layout through shared memory."""
+    if BF16:
+        p = ()
+        for k in tl.static_range(8):
+            p = p + (bf16_pair(v[2 * k], v[2 * k + 1], ASM),)
+        at = (offset // 2)[:, None] + tl.arange(0, 8)[None, :]
+        tl.store(out_ptr + at, join8(p).to(tl.int32, bitcast=True), mask=mask[:, None])
+    else:
+        store_values(out_ptr, offset, eight(v, 0), mask, BF16, ASM)
+        store_values(out_ptr, offset + 8, eight(v, 8), mask, BF16, ASM)
 
 
 @triton.jit

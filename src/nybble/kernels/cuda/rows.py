@@ -24,6 +24,7 @@ from nybble.kernels.cuda.elements import (
     with_sign,
 )
 from nybble.kernels.cuda.registers import (
+    eight,
     finite_magnitude,
     floats,
     join4,
@@ -35,6 +36,7 @@ from nybble.kernels.cuda.registers import (
     sign_bytes,
     sign_nibbles,
     store_values,
+    store_values16,
     umax,
 )
 
@@ -77,22 +79,15 @@ def top(m):
 
 
 @triton.jit
-def finite_top(raws, m, CHUNKS: tl.constexpr, BF16: tl.constexpr):
-    """Largest finite magnitude (bits, scalar) of units of magnitudes m; a second look only at NaN and Inf."""
-    t = top(m)
-    if t >= rule.INFINITE:
-        t = top(finite_unit_magnitude(raws, CHUNKS, BF16))
-    return t
-
-
-@triton.jit
-def over_six_error(a, t, sf, amax, OUTER_MAX: tl.constexpr, error, FAST: tl.constexpr):
+def over_six_error(
+    a, t, sf, amax, OUTER_MAX: tl.constexpr, error, FAST: tl.constexpr, STOCHASTIC: tl.constexpr
+):
     """`error` plus the squared errors of eight magnitudes a, one after the other.
 
     FAST divides by a product and one correction, which is exact where no intermediate result is subnormal.
     """
     for j in tl.static_range(8):
-        v = (e2m1_magnitude(t[j]) * sf) * amax
+        v = (e2m1_magnitude(t[j], STOCHASTIC) * sf) * amax
         if FAST:
             q = v * (1.0 / OUTER_MAX)
             q = tl.fma(tl.fma(q, -OUTER_MAX, v), 1.0 / OUTER_MAX, q)
@@ -166,22 +161,31 @@ def quantize_rows(
     WHOLE_ROW: tl.constexpr = OUTER == OUTER_ROW or BLOCK_UNITS == 0
     outer_amax = 0.0
     row_bad = False
-    first = tl.arange(0, N)
-    u = tile.to(tl.int64) * N + first
-    mask = u < units
-    raws = load_unit(x_ptr, row_start, u, mask & inside, CHUNKS, IN_BF16)
-    m = unit_magnitude(raws, CHUNKS, IN_BF16, ASM)
+    start = tile.to(tl.int64) * (N * LOOPS) + tl.arange(0, N)
+    if LOOPS == 1:
+        raws = load_unit(x_ptr, row_start, start, (start < units) & inside, CHUNKS, IN_BF16)
+        m = unit_magnitude(raws, CHUNKS, IN_BF16, ASM)
     if WHOLE_ROW:
-        t = top(m)
-        row_bad = t >= rule.INFINITE
-        t = finite_top(raws, m, CHUNKS, IN_BF16)
-        if LOOPS > 1:
-            for i in range(1, LOOPS):
-                v = (i * N + first).to(tl.int64)
-                more = load_unit(x_ptr, row_start, v, (v < units) & inside, CHUNKS, IN_BF16)
-                mm = unit_magnitude(more, CHUNKS, IN_BF16, ASM)
-                row_bad = row_bad | (top(mm) >= rule.INFINITE)
-                t = umax(t, finite_top(more, mm, CHUNKS, IN_BF16))
+        if LOOPS == 1:
+            t = top(m)
+            row_bad = t >= rule.INFINITE
+            if row_bad:  # a second look, at finite elements
+                t = top(finite_unit_magnitude(raws, CHUNKS, IN_BF16))
+        else:
+            most = tl.zeros((N,), tl.uint32)
+            for i in range(LOOPS):
+                u = start + i * N
+                more = load_unit(x_ptr, row_start, u, (u < units) & inside, CHUNKS, IN_BF16)
+                most = umax(most, unit_magnitude(more, CHUNKS, IN_BF16, ASM))
+            t = top(most)
+            row_bad = t >= rule.INFINITE
+            if row_bad:
+                most = tl.zeros((N,), tl.uint32)
+                for i in range(LOOPS):
+                    u = start + i * N
+                    more = load_unit(x_ptr, row_start, u, (u < units) & inside, CHUNKS, IN_BF16)
+                    most = umax(most, finite_unit_magnitude(more, CHUNKS, IN_BF16))
+                t = top(most)
         outer_amax = value(t)
         if OUTER == OUTER_ROW:
             tl.store(amax_ptr + row, outer_amax)
@@ -198,81 +202,27 @@ def quantize_rows(
     e_row = row
     if HAS_ROWS:
         e_row = tl.load(rows_ptr + row)
-    finish_units(
-        raws,
-        m,
-        u,
-        mask,
-        row,
-        e_row,
-        row_bad,
-        outer_amax,
-        s_enc,
-        s_dec,
-        codes_ptr,
-        scales_ptr,
-        values_ptr,
-        key_ptr,
-        columns,
-        value_stride,
-        units,
-        tag,
-        E2M1,
-        ELEMENT_MAX,
-        SCALE,
-        BLOCK_UNITS,
-        OUTER_MAX,
-        OVER_SIX,
-        STOCHASTIC,
-        VALUES,
-        IN_BF16,
-        OUT_BF16,
-        ALIGNED,
-        0,
-        N,
-        CHUNKS,
-        ASM,
-    )
-    if LOOPS > 1:
-        for i in range(1, LOOPS):
-            v = (i * N + first).to(tl.int64)
-            more = load_unit(x_ptr, row_start, v, (v < units) & inside, CHUNKS, IN_BF16)
+    key = (0, 0, 0, 0)
+    if STOCHASTIC:
+        key = load_key(key_ptr)
+    if LOOPS == 1:
+        finish_units(
+            raws, m, start, start < units, row, e_row, row_bad, outer_amax, s_enc, s_dec,
+            codes_ptr, scales_ptr, values_ptr, key, columns, value_stride, units, tag,
+            E2M1, ELEMENT_MAX, SCALE, BLOCK_UNITS, OUTER_MAX, OVER_SIX, STOCHASTIC, VALUES,
+            IN_BF16, OUT_BF16, ALIGNED, 0, N, CHUNKS, ASM,
+        )  # fmt: skip
+    else:
+        for i in range(LOOPS):
+            u = start + i * N
+            more = load_unit(x_ptr, row_start, u, (u < units) & inside, CHUNKS, IN_BF16)
             mm = unit_magnitude(more, CHUNKS, IN_BF16, ASM)
             finish_units(
-                more,
-                mm,
-                v,
-                v < units,
-                row,
-                e_row,
-                row_bad,
-                outer_amax,
-                s_enc,
-                s_dec,
-                codes_ptr,
-                scales_ptr,
-                values_ptr,
-                key_ptr,
-                columns,
-                value_stride,
-                units,
-                tag,
-                E2M1,
-                ELEMENT_MAX,
-                SCALE,
-                BLOCK_UNITS,
-                OUTER_MAX,
-                OVER_SIX,
-                STOCHASTIC,
-                VALUES,
-                IN_BF16,
-                OUT_BF16,
-                ALIGNED,
-                0,
-                N,
-                CHUNKS,
-                ASM,
-            )
+                more, mm, u, u < units, row, e_row, row_bad, outer_amax, s_enc, s_dec,
+                codes_ptr, scales_ptr, values_ptr, key, columns, value_stride, units, tag,
+                E2M1, ELEMENT_MAX, SCALE, BLOCK_UNITS, OUTER_MAX, OVER_SIX, STOCHASTIC, VALUES,
+                IN_BF16, OUT_BF16, ALIGNED, 0, N, CHUNKS, ASM,
+            )  # fmt: skip
 
 
 @triton.jit
@@ -290,7 +240,7 @@ def finish_units(
     codes_ptr,
     scales_ptr,
     values_ptr,
-    key_ptr,
+    key,
     columns,
     value_stride,
     units,
@@ -326,7 +276,6 @@ def finish_units(
         bad = bad | row_bad
     draws = ()
     if STOCHASTIC:
-        key = load_key(key_ptr)
         e = e_row * columns + u * (8 * CHUNKS)
         for c in tl.static_range(CHUNKS):
             draws = draws + (draw_words(e + 8 * c, key, tag.to(tl.uint32), ALIGNED),)
@@ -364,15 +313,15 @@ def finish_units(
                 a = magnitudes(raws[c], IN_BF16)
                 t6 = e2m1_indices(a, mul, draws[c], STOCHASTIC, ASM)
                 t4 = e2m1_indices(a, mul4, draws[c], STOCHASTIC, ASM)
-                error6 = over_six_error(a, t6, sf, outer_amax, OUTER_MAX, error6, True)
-                error4 = over_six_error(a, t4, sf4, outer_amax, OUTER_MAX, error4, True)
+                error6 = over_six_error(a, t6, sf, outer_amax, OUTER_MAX, error6, True, STOCHASTIC)
+                error4 = over_six_error(a, t4, sf4, outer_amax, OUTER_MAX, error4, True, STOCHASTIC)
         else:
             for c in tl.static_range(CHUNKS):
                 a = magnitudes(raws[c], IN_BF16)
                 t6 = e2m1_indices(a, mul, draws[c], STOCHASTIC, ASM)
                 t4 = e2m1_indices(a, mul4, draws[c], STOCHASTIC, ASM)
-                error6 = over_six_error(a, t6, sf, outer_amax, OUTER_MAX, error6, False)
-                error4 = over_six_error(a, t4, sf4, outer_amax, OUTER_MAX, error4, False)
+                error6 = over_six_error(a, t6, sf, outer_amax, OUTER_MAX, error6, False, STOCHASTIC)
+                error4 = over_six_error(a, t4, sf4, outer_amax, OUTER_MAX, error4, False, STOCHASTIC)
         four = (error4 < error6) & ~bad
         byte = tl.where(four, byte4, byte)
         scale = tl.where(four, sf4, scale)
@@ -395,37 +344,39 @@ def finish_units(
             )
 
     words = ()
+    values = ()
     for c in tl.static_range(CHUNKS):
         x = floats(raws[c], IN_BF16)
         if E2M1:
             t = e2m1_indices(magnitudes(raws[c], IN_BF16), mul, draws[c], STOCHASTIC, ASM)
             if VALUES:
-                v = ()
                 for j in tl.static_range(8):
-                    v = v + (with_sign(e2m1_magnitude(t[j]) * scale, x[j]),)
-                store_values(
-                    values_ptr, row * value_stride + u * (8 * CHUNKS) + 8 * c, v, mask, OUT_BF16, ASM
-                )
+                    values = values + (with_sign(e2m1_magnitude(t[j], STOCHASTIC) * scale, x[j]),)
             else:
                 words = words + (
-                    tl.where(bad, 0, e2m1_word(t, sign_nibbles(raws[c], IN_BF16, ASM))).to(tl.uint32),
+                    tl.where(bad, 0, e2m1_word(t, sign_nibbles(raws[c], IN_BF16, ASM), STOCHASTIC)).to(
+                        tl.uint32
+                    ),
                 )
         else:
             w0, w1 = e4m3_words(raws[c], mul, draws[c], STOCHASTIC, SCALE, IN_BF16, ASM)
             if VALUES:
                 q = e4m3_values(w0, ASM) + e4m3_values(w1, ASM)
-                v = ()
                 for j in tl.static_range(8):
-                    v = v + (q[j] * scale,)
-                store_values(
-                    values_ptr, row * value_stride + u * (8 * CHUNKS) + 8 * c, v, mask, OUT_BF16, ASM
-                )
+                    values = values + (q[j] * scale,)
             else:
                 words = words + (
                     tl.where(bad, 0x7F7F7F7F, w0).to(tl.uint32),
                     tl.where(bad, 0x7F7F7F7F, w1).to(tl.uint32),
                 )
-    if not VALUES:
+    if VALUES:
+        at = row * value_stride + u * (8 * CHUNKS)
+        if CHUNKS == 2:
+            store_values16(values_ptr, at, values, mask, OUT_BF16, ASM)
+        else:
+            for c in tl.static_range(CHUNKS):
+                store_values(values_ptr, at + 8 * c, eight(values, 8 * c), mask, OUT_BF16, ASM)
+    else:
         PER_UNIT: tl.constexpr = CHUNKS if E2M1 else 2 * CHUNKS
         store_words(codes_ptr, (row * units + u) * PER_UNIT, words, mask, PER_UNIT)
 

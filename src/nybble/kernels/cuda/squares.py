@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from nybble.kernels.cuda import scales as rule
+from nybble.kernels.cuda.draws import load_key
 from nybble.kernels.cuda.registers import load_raw, magnitude, magnitude_bits, max_magnitudes
 from nybble.kernels.cuda.rows import OUTER_NONE, finish_units
 
@@ -68,6 +69,9 @@ def quantize_squares(
         outer_amax = tl.load(amax_ptr + lead * AMAX_STRIDE)
         s_enc = rule.encode_scale(outer_amax, OUTER_MAX)
         s_dec = tl.div_rn(1.0, s_enc)
+    key = (0, 0, 0, 0)
+    if STOCHASTIC:
+        key = load_key(key_ptr)
     row = lead * count + r
     e_row = row
     if HAS_ROWS:
@@ -86,7 +90,7 @@ def quantize_squares(
         codes_ptr,
         scales_ptr,
         values_ptr,
-        key_ptr,
+        key,
         columns,
         value_stride,
         units,
