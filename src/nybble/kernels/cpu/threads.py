@@ -11,6 +11,9 @@ import torch
 # Below this many elements for each thread, handing work over costs more than it saves.
 MIN_ELEMENTS_PER_THREAD = 1 << 15
 
+# Large calls are dealt out in pieces of about this size, so that a slow thread takes fewer.
+ELEMENTS_PER_PIECE = 1 << 17
+
 _lock = threading.Lock()
 _pool: ThreadPoolExecutor | None = None
 _pool_threads = 0
@@ -39,19 +42,26 @@ def _executor(threads: int) -> ThreadPoolExecutor:
 def split(function: Callable[..., Any], items: int, elements: int, *arguments: Any) -> None:
     """Call `function(first, last, *arguments)` on ranges that together cover `items` work items.
 
-    `elements` is the total work, `torch.get_num_threads()` the most threads used; the caller's thread takes a
-    share.
+    `elements` is the total work, `torch.get_num_threads()` the most threads used. The caller's thread takes
+    part, and takes all where the others are late: nothing waits for a thread that has not begun.
     """
     threads = min(torch.get_num_threads(), items, max(1, elements // MIN_ELEMENTS_PER_THREAD))
     if threads <= 1:
         if items:
             function(0, items, *arguments)
         return
-    edges = [items * i // threads for i in range(threads + 1)]
+    pieces = min(items, max(threads, min(8 * threads, elements // ELEMENTS_PER_PIECE)))
+    left = iter(range(pieces))  # advancing it is atomic: each piece goes to one thread
+
+    def work() -> None:
+        for i in left:
+            function(items * i // pieces, items * (i + 1) // pieces, *arguments)
+
     pool = _executor(threads - 1)
-    waiting = [pool.submit(function, edges[i], edges[i + 1], *arguments) for i in range(1, threads)]
+    helpers = [pool.submit(work) for _ in range(threads - 1)]
     try:
-        function(edges[0], edges[1], *arguments)
+        work()
     finally:
-        for future in waiting:
-            future.result()
+        for helper in helpers:
+            if not helper.cancel():
+                helper.result()
