@@ -24,8 +24,9 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check src tests benchmarks
 	$(BIN)/mypy
 
+# One process a core, each with one thread: the tests are many and small.
 test: lint
-	$(BIN)/python -m pytest -q
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto
 
 clean:
 	rm -rf $(VENV) runs data dist build
