@@ -8,7 +8,7 @@ import torch
 from nybble.kernels import reference_only
 
 
-@pytest.fixture(autouse=True, scope="package")
+@pytest.fixture(autouse=True, scope="module")
 def reference_on_one_thread() -> Iterator[None]:
     before = torch.get_num_threads()
     torch.set_num_threads(1)  # the tensors are small: threads would only wait for each other
