@@ -3,8 +3,9 @@
     python benchmarks/quantize_cpu.py [--rows 2048] [--cols 2048] [--dtype fp32] [--rounds 9] [--threads 2]
 
 torchao is not a dependency: `pip install torchao==0.18.0 --no-deps`; without it only Nybble's side is timed.
-All calls take turns within each round, in another order each time, so that they meet the same machine and the
-same caches; ratios are medians of the rounds' ratios. torchao's call has no outer scale, so Nybble does more work for its ratio.
+All calls take turns within each round, in another order each time, so that they meet the same machine and
+the same caches; ratios are medians of the rounds' ratios. torchao's call has no outer scale, so Nybble does
+more work for its ratio.
 """
 
 import argparse
@@ -123,9 +124,8 @@ def main() -> None:
         call()
     print(f"first calls, with compiling where no cache was: {time.perf_counter() - start:.1f} s")
     seconds = time_all(calls, arguments.rounds)
-    print(
-        f"{x.shape[0]} x {x.shape[1]} {arguments.dtype}, {arguments.threads} threads, {arguments.rounds} rounds, medians"
-    )
+    size = f"{arguments.rows} x {arguments.cols} {arguments.dtype}"
+    print(f"{size}, {arguments.threads} threads, {arguments.rounds} rounds, medians")
     print(f"{'':54}{'ms':>9}{'M values/s':>12}{'of copy':>9}{'x nvfp4_quantize':>18}{'x to_mx':>9}")
 
     def ratio(name: str, other: str) -> float:
@@ -133,7 +133,8 @@ def main() -> None:
 
     for name, spent in seconds.items():
         median = statistics.median(spent)
-        columns = f"{name:54}{median * 1e3:9.2f}{x.numel() / median / 1e6:12.0f}{ratio(name, 'copy'):9.2f}"
+        speed = x.numel() / median / 1e6
+        columns = f"{name:54}{median * 1e3:9.2f}{speed:12.0f}{ratio(name, 'copy'):9.2f}"
         print(
             columns
             + "".join(f"{ratio(name, peer):{width}.1f}" for peer, width in zip(peers, (18, 9), strict=False))

@@ -32,10 +32,16 @@ def test_all_shapes(format: str, axis: int, rounding: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("format", ["nvfp4", "mxfp8", "fp8-128x128"])
+@pytest.mark.parametrize("format", ["nvfp4", "nvfp4-4over6", "mxfp8", "fp8-128x128", "fp8-row"])
 def test_sixteen_bit_tensors(format: str, dtype: torch.dtype) -> None:
-    x = hard(40, 96).to(dtype)
-    assert not [*check(x, format, dtype), *check(x, format, dtype, axis=-2, rounding="stochastic", key=KEY)]
+    """BF16 is read as it is; an unaligned slice of it too."""
+    found: list[str] = []
+    for x in (hard(2, 21, 75).to(dtype), hard(20, 40).to(dtype)[1:, 1:], hard(99).to(dtype)[1:]):
+        for outer in granularities(format, x.dim()):
+            for axis in (-1, -2)[: x.dim()]:
+                found += check(x, format, dtype, axis=axis, outer=outer)
+                found += check(x, format, dtype, axis=axis, outer=outer, rounding="stochastic", key=KEY)
+    assert not found
 
 
 @pytest.mark.parametrize("format", ["nvfp4", "mxfp8", "nvfp4-16x16"])

@@ -15,6 +15,8 @@ from nybble.kernels.cpu.runs import peak_of_run, scale_run
 
 SINGLE = -1
 WHOLE_ROW = 58  # a block longer than any row
+BF16_ABS = np.uint16(0x7FFF)
+BF16_INFINITY = np.uint16(0x7F80)
 
 
 @helper
@@ -71,6 +73,27 @@ def finite_amax(x: Any, at: int, n: int) -> Any:
             a = U32(as_bits(x[U64(at + i)]) & ABS)
             top = max(top, U32(0) if a >= INFINITY else a)
     return as_float(top)
+
+
+@helper
+def finite_amax_bf16(x: Any, at: int, n: int) -> Any:
+    """The same of BF16 values, given as uint16."""
+    top = np.uint16(0)
+    for i in range(n):
+        top = max(top, np.uint16(x[U64(at + i)] & BF16_ABS))
+    if top >= BF16_INFINITY:
+        top = np.uint16(0)
+        for i in range(n):
+            a = np.uint16(x[U64(at + i)] & BF16_ABS)
+            top = max(top, np.uint16(0) if a >= BF16_INFINITY else a)
+    return as_float(U32(U32(top) << U32(16)))
+
+
+@helper
+def widen(x: Any, at: int, n: int, out: Any, to: int) -> None:
+    """BF16 values, given as uint16, to float32."""
+    for i in range(n):
+        out[U64(to + i)] = as_float(U32(U32(x[U64(at + i)]) << U32(16)))
 
 
 @helper

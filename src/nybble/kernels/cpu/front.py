@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from nybble.formats import checks, reference, table
-from nybble.kernels.cpu.job import Job, float_rows, to_codes, to_values
-from nybble.kernels.cpu.source import NO_FLOATS, NO_SOURCE, Source, decoded, stored_rows
+from nybble.kernels.cpu.job import Job, Rows, rows_of, to_codes, to_values
+from nybble.kernels.cpu.source import NO_SOURCE, Source, decoded, stored_rows
 
 
 def quantize(
@@ -31,7 +31,7 @@ def quantize(
     if fmt.passthrough or x.numel() == 0:
         return reference.quantize(x, format, axis, rounding, outer, key, layer, operand, rows, offs)
     job = Job(fmt, x.shape, axis, rounding, outer, key, layer, operand, rows, offs)
-    return to_codes(job, float_rows(x), NO_SOURCE)
+    return to_codes(job, rows_of(x), NO_SOURCE)
 
 
 def fake_quantize(
@@ -54,7 +54,7 @@ def fake_quantize(
             x, format, dtype, axis, rounding, outer, key, layer, operand, rows, offs
         )
     job = Job(fmt, x.shape, axis, rounding, outer, key, layer, operand, rows, offs)
-    return to_values(job, float_rows(x), NO_SOURCE, dtype)
+    return to_values(job, rows_of(x), NO_SOURCE, dtype)
 
 
 def dequantize(
@@ -99,7 +99,7 @@ def requantize(
                           operand, rows, offs)  # fmt: skip
     source = _source(codes, scales, amax, format, axis, outer, job)
     if source is not None:
-        return to_codes(job, NO_FLOATS, source)
+        return to_codes(job, Rows(), source)
     x = dequantize(codes, scales, amax, format, axis, shape, torch.float32, outer, True, offs)
     return quantize(x, to_format, to_axis, rounding, to_outer, key, layer, operand, rows, offs)
 
@@ -128,7 +128,7 @@ def fake_requantize(
                           operand, rows, offs)  # fmt: skip
     source = _source(codes, scales, amax, format, axis, outer, job)
     if source is not None:
-        return to_values(job, NO_FLOATS, source, dtype)
+        return to_values(job, Rows(), source, dtype)
     x = dequantize(codes, scales, amax, format, axis, shape, torch.float32, outer, True, offs)
     return fake_quantize(x, to_format, dtype, to_axis, rounding, to_outer, key, layer, operand, rows, offs)
 

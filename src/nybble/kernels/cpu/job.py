@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -15,7 +15,17 @@ from nybble.kernels.cpu import layout
 from nybble.kernels.cpu import scales as scale_rules
 from nybble.kernels.cpu import tiles as tile_kernels
 from nybble.kernels.cpu.blocks import SINGLE
-from nybble.kernels.cpu.source import NO_BYTES, NO_FLOATS, NO_KEY, NO_ROWS, NO_SOURCE, Source, flat, shift_of
+from nybble.kernels.cpu.source import (
+    NO_BYTES,
+    NO_FLOATS,
+    NO_HALVES,
+    NO_KEY,
+    NO_ROWS,
+    NO_SOURCE,
+    Source,
+    flat,
+    shift_of,
+)
 from nybble.kernels.cpu.threads import split
 
 ROW_SPAN = 2048
@@ -56,13 +66,22 @@ class Job:
         return self.rounding == "stochastic"
 
 
-def float_rows(x: Tensor) -> Any:
-    """Flat float32."""
-    return flat(x if x.dtype == torch.float32 else x.to(torch.float32))
+class Rows(NamedTuple):
+    """The elements of a tensor, flat: float32, or BF16 as uint16 where `halves` are not empty."""
+
+    floats: Any = NO_FLOATS
+    halves: Any = NO_HALVES
 
 
-def to_values(job: Job, x: Any, source: Source, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Values in `dtype` without the outer scale, and the outer amax, of flat x or else of the source."""
+def rows_of(x: Tensor) -> Rows:
+    """The elements of x in row-major order."""
+    if x.dtype == torch.bfloat16:
+        return Rows(halves=flat(x.detach().contiguous().view(torch.int16)).view(np.uint16))
+    return Rows(floats=flat(x if x.dtype == torch.float32 else x.to(torch.float32)))
+
+
+def to_values(job: Job, x: Rows, source: Source, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Values in `dtype` without the outer scale, and the outer amax, of x or else of the source."""
     values = torch.empty(job.shape, dtype=torch.float32)
     if job.offs is not None:  # rows of no group are zero
         values[int(layout.group_bounds(job.offs, job.shape[0])[1].max(initial=0)) :] = 0
@@ -70,8 +89,8 @@ def to_values(job: Job, x: Any, source: Source, dtype: torch.dtype) -> tuple[Ten
     return values.to(dtype), amax
 
 
-def to_codes(job: Job, x: Any, source: Source) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes, block scales and outer amax of flat x or else of the source."""
+def to_codes(job: Job, x: Rows, source: Source) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes, block scales and outer amax of x or else of the source."""
     fmt, groups = job.fmt, None if job.offs is None else job.offs.shape[0]
     stored = blocks.stored_shape(fmt, job.shape, job.axis, groups)
     make = torch.empty if groups is None else torch.zeros  # rows of no group, and padding, are zero
@@ -85,7 +104,7 @@ def to_codes(job: Job, x: Any, source: Source) -> tuple[Tensor, Tensor, Tensor]:
 
 def _run(
     job: Job,
-    x: Any,
+    x: Rows,
     source: Source,
     *,
     values: Tensor | None = None,
@@ -120,7 +139,8 @@ def _run(
         span,
         tiles,
         tile_rows,
-        x,
+        x.floats,
+        x.halves,
         source is not NO_SOURCE,
         *source.arguments(),
         source.outer,
@@ -159,17 +179,19 @@ def _span(fmt: Format, tile_rows: int, columns: int) -> int:
     return LONG_COLUMN_SPAN if fmt.block_cols is None else COLUMN_SPAN
 
 
-def _measure(x: Any, tiles: layout.Tiles, columns: int, per_column: bool, amax: Tensor) -> None:
+def _measure(x: Rows, tiles: layout.Tiles, columns: int, per_column: bool, amax: Tensor) -> None:
     """Outer amaxes of x [R, columns] over the rows of the tiles, into `amax`."""
     inside = int((tiles[:, 0] + tiles[:, 1]).max(initial=0))
     if not per_column:
         by_row = np.zeros(inside, np.float32)
-        split(tile_kernels.amax_rows, inside, inside * columns, columns, x, by_row)
+        split(tile_kernels.amax_rows, inside, inside * columns, columns, x.floats, x.halves, by_row)
         np.maximum.at(flat(amax), np.repeat(tiles[:, 5], tiles[:, 1]), by_row)
         return
-    leads = amax.numel() // columns
+    floats = x.floats
+    if x.halves.size:
+        floats = flat(torch.from_numpy(x.halves.view(np.int16)).view(torch.bfloat16).to(torch.float32))
+    leads, rows = amax.numel() // columns, floats.size // amax.numel()
     for lead in range(leads):
-        rows = x.size // amax.numel()
         split(
             tile_kernels.amax_columns,
             -(-columns // COLUMN_SPAN),
@@ -178,7 +200,7 @@ def _measure(x: Any, tiles: layout.Tiles, columns: int, per_column: bool, amax: 
             columns,
             lead * rows * columns,
             min(rows, inside),
-            x,
+            floats,
             flat(amax.view(leads, columns)[lead]),
         )
 

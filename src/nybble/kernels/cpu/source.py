@@ -67,6 +67,7 @@ class Source:
 
 NO_BYTES = np.empty(1, np.uint8)
 NO_FLOATS = np.empty(1, np.float32)
+NO_HALVES = np.empty(0, np.uint16)
 NO_ROWS = np.empty(0, np.int64)
 NO_KEY = np.zeros(5, np.uint64)
 NO_SOURCE = Source(

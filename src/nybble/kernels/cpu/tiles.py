@@ -16,11 +16,13 @@ from nybble.kernels.cpu.blocks import (
     block_count,
     block_of,
     finite_amax,
+    finite_amax_bf16,
     multiply,
     overwrite_bad,
     pack,
     raise_peaks,
     store_transposed,
+    widen,
 )
 from nybble.kernels.cpu.decode import decode_row
 from nybble.kernels.cpu.draws import fill_draws
@@ -46,10 +48,11 @@ SIX, FOUR, FINAL = 0, 1, 2  # passes over a tile: the two candidates of Four Ove
 
 
 @kernel
-def amax_rows(first: int, last: int, columns: int, x: Any, amax: Any) -> None:
-    """amax[r] = the largest finite |x[r]|, x float32 [R, columns], flat."""
+def amax_rows(first: int, last: int, columns: int, x: Any, halves: Any, amax: Any) -> None:
+    """amax[r] = the largest finite |x[r]|, of float32 [R, columns] or, if there are any, BF16 `halves`."""
     for r in range(first, last):
-        amax[r] = finite_amax(x, r * columns, columns)
+        at = r * columns
+        amax[r] = finite_amax_bf16(halves, at, columns) if halves.size else finite_amax(x, at, columns)
 
 
 @kernel
@@ -79,6 +82,7 @@ def quantize_tiles(
     tiles: Any,
     tile_rows: int,
     x: Any,
+    halves: Any,
     source: bool,
     source_codes: Any,
     source_packed: bool,
@@ -118,8 +122,9 @@ def quantize_tiles(
         tiles: int64 [n, 6]: first row; rows (<= tile_rows); leading index; position of its first row among
             the stored codes of a column; its index among the scales of a column, or its row of scales;
             index of its outer amax.
-        x: float32 [R, columns], flat; if `source`, rows are decoded from source_* instead (see `decode.py`;
-            each row has its own row of scales; source_outer float32 [R] is S_dec).
+        x, halves: float32 [R, columns], flat, unless there are BF16 values in `halves`, as uint16.
+        source: rows are decoded from source_* instead (see `decode.py`; each row has its own row of scales;
+            source_outer float32 [R] is S_dec).
         shift: see `blocks.py`. width and span are multiples of a block, or cover the row.
         amax: float32, outer amaxes; written first if `measure` (a tile is a whole row). With
             outer_per_column, column c's is c behind the tile's.
@@ -141,11 +146,12 @@ def quantize_tiles(
     tile_codes = np.empty((tile_rows if transposed else 1) * reach, np.uint8)
     words = np.empty(4 * ((reach >> 3) + 2), np.uint32)
     draws = words.view(np.uint16)
-    tile_x = np.empty(tile_rows * reach if source else 1, np.float32)
+    staged = source or halves.size > 0  # rows of a tile become float32 in tile_x
+    tile_x = np.empty(tile_rows * reach if staged else 1, np.float32)
     source_scale = np.empty(block_count(reach, source_shift), np.float32)
     source_bytes = (columns + 1) >> 1 if source_packed else columns
     source_blocks = block_count(columns, source_shift)
-    row_x = tile_x if source else x
+    row_x = tile_x if staged else x
     zero = np.int64(0)  # a literal would compile the passes once more
 
     for item in range(first, last):
@@ -154,7 +160,10 @@ def quantize_tiles(
         position, index, outer = tiles[t, 3], tiles[t, 4], tiles[t, 5]
         low = (item - t * items_per_tile) * width
         if measure:
-            amax[outer] = finite_amax(x, start * columns, columns)
+            at = start * columns
+            amax[outer] = (
+                finite_amax_bf16(halves, at, columns) if halves.size else finite_amax(x, at, columns)
+            )
         for c in range(low, min(columns, low + width), span):
             n = min(span, columns - c)
             nb = block_count(n, shift)
@@ -170,7 +179,9 @@ def quantize_tiles(
                         r * source_blocks + block_of(c, source_shift), source_fp32, scale_table, source_shift,
                         source_outer[r], source_scale, tile_x, i * reach,
                     )  # fmt: skip
-                raise_peaks(row_x, i * reach if source else r * columns + c, n, shift, peak)
+                elif staged:
+                    widen(halves, r * columns + c, n, tile_x, i * reach)
+                raise_peaks(row_x, i * reach if staged else r * columns + c, n, shift, peak)
 
             if rule == RULE_E4M3:
                 for b in range(nb):
@@ -199,7 +210,7 @@ def quantize_tiles(
                             decoded[b] = decoded4[b]
                 for i in range(count):
                     r = start + i
-                    at = i * reach if source else r * columns + c
+                    at = i * reach if staged else r * columns + c
                     multiply(row_x, at, n, factor4 if stage == FOUR else factor, shift, scaled, zero)
                     drawn = zero
                     if stochastic:
