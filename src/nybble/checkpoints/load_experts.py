@@ -135,7 +135,10 @@ class Experts:
     def _kind(self, part: str) -> str:
         if self.stacks:
             return next(iter(self.stacks.values())).kind
-        return next(item.kind for (_, name), item in self.single.items() if name == part)
+        kind = next((item.kind for (_, name), item in self.single.items() if name == part), None)
+        if kind is None:
+            raise CheckpointError(f"{self.module} has no {part} in any expert; the checkpoint is not whole")
+        return kind
 
     def _sizes(self, folder: Folder) -> tuple[int, int]:
         if self.plain:
