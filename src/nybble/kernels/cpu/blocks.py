@@ -111,11 +111,15 @@ def add_errors(
 ) -> None:
     """total[b] += (((value * decoded) * amax) / outer_max - x)^2 of each element, one after the other.
 
-    Four Over Six's error. `squares` is scratch: squares are computed side by side, sums follow the order.
+    Four Over Six's error. `values` and `squares` are overwritten: squares are computed side by side, sums
+    follow the order.
     """
+    start = np.int64(0)
+    multiply(values, start, n, decoded, shift, squares, start)
+    multiply(squares, start, n, amax, shift, values, start)
+    divisor = F32(outer_max)
     for i in range(n):
-        b = U64(i if shift == SINGLE else i >> (shift + 4))
-        d = ((values[i] * decoded[b]) * amax[b]) / F32(outer_max) - x[U64(at + i)]
+        d = values[i] / divisor - x[U64(at + i)]
         squares[i] = d * d
     for b in range(block_count(n, shift)):
         first = b if shift == SINGLE else b << (shift + 4)
