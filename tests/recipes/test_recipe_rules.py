@@ -1,5 +1,8 @@
 """Rules on models: which module gets what, and that what must stay in high precision does."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -198,3 +201,15 @@ def test_the_table_puts_equal_layers_on_one_line():
     assert [line.split()[0] for line in lines] == ["layers.{0-4}.q_proj", "layers.5.q_proj"]
     assert "4 x (64x64, 64x32)" in text
     assert "kept in high precision: embed_tokens" in text
+
+
+def test_the_recipe_in_the_documentation_does_what_its_comments_say(tmp_path):
+    page = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text(encoding="utf-8")
+    path = tmp_path / "mine.toml"
+    path.write_text(re.search(r"```toml\n(.*?)```", page, re.DOTALL)[1])
+    resolved = resolve(load_recipe(path), Model())
+    rows = [resolved.row(f"layers.{i}.experts").gemms.texts() for i in range(6)]
+    assert rows[0] == rows[1] == ("bf16",) * 6
+    assert rows[2] == rows[4] == ("nvfp4:row", "nvfp4:matrix", "mxfp8", "mxfp8~<", "mxfp8", "mxfp8~<")
+    assert rows[5] == ("mxfp8", "mxfp8", *rows[4][2:])
+    assert resolved.row("layers.5.q_proj").gemms.texts() == rows[4]
