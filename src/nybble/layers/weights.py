@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from nybble import formats
 from nybble.formats import Operand as Role
@@ -63,8 +64,21 @@ class WeightCache:
 
 
 def tag_of(weight: Tensor, generation: int) -> tuple[object, ...]:
-    """What must be equal for a cached operand of `weight` to be used again."""
-    return (generation, weight.data_ptr(), weight._version, weight.dtype, weight.device, weight.shape)
+    """What must be equal for a cached operand of `weight` to be used again.
+
+    The storage is named by a weak reference, which keeps its name (not its memory) from being given away:
+    after `.to()` and back a weight may well lie at its old address with other values.
+    """
+    storage = StorageWeakRef(weight.untyped_storage())
+    return (
+        generation,
+        storage,
+        weight.data_ptr(),
+        weight._version,
+        weight.dtype,
+        weight.device,
+        weight.shape,
+    )
 
 
 class Weight(NamedTuple):
