@@ -59,8 +59,9 @@ class WeightCache:
             self.tag, self.kept = tag, {}
         return self.kept.get(name)
 
-    def __deepcopy__(self, memo: dict[int, object]) -> "WeightCache":
-        return WeightCache(self.mode)
+    def __reduce__(self) -> tuple[type["WeightCache"], tuple[str]]:
+        # A copy or a pickle has weights of its own, so it begins without operands.
+        return WeightCache, (self.mode,)
 
 
 def tag_of(weight: Tensor, generation: int) -> tuple[object, ...]:
