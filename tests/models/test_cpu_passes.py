@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from nybble.models.cpu import conv, swiglu
+from nybble.models.cpu import conv, softmax, swiglu
+from nybble.models.inkling2 import chunk
 from nybble.models.inkling2.context import Context, same_document
 from nybble.models.inkling2.conv import ShortConvolution
 from nybble.models.inkling2.experts import SoftcappedSwiGLU
@@ -176,3 +177,27 @@ def test_sums_do_not_depend_on_the_number_of_threads() -> None:
     for dx, dtaps in results[1:]:
         assert torch.equal(dx, results[0][0])
         assert torch.equal(dtaps, results[0][1])
+
+
+@pytest.mark.usefixtures("_threads")
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(("window", "n"), [(100, 5), (7, 7), (1, 3), (20, 31)])
+def test_softmax_of_attention(window: int, n: int, packed: bool) -> None:
+    B, h, C, G, K = 2, 2, 12, 3, 31
+    scores, bias = 3 * torch.randn(B * h, C * G, K), torch.randn(B * h, C * G, n)
+    sink, seed = torch.randn(B * h, C * G), torch.randn(B * h, C * G, K)
+    keys = (torch.arange(K) // 9).expand(B, K)
+    documents = (keys[:, -C:], keys) if packed else None
+    results = []
+    for module in (softmax, chunk):
+        p, d = scores.clone(), seed.clone()
+        sunk = module.forward(p, bias, sink, documents, window, G, 0.7)
+        results.append([p, sunk, *module.backward(p, sunk, d, n, window, G, 0.7), d])
+    for fused, plain in zip(*results, strict=True):
+        torch.testing.assert_close(fused, plain, atol=1e-6, rtol=1e-5)
+    p, sunk = results[0][:2]
+    torch.testing.assert_close(p.sum(-1) + sunk, torch.ones_like(sunk))
+    assert not p[0, 0, K - C + 1 :].any(), "the first query sees none behind it"
+    scores[1, 4, K - C + 1] = torch.nan  # the own key of row 4's query, c = 1
+    softmax.forward(scores, bias, sink, documents, window, G, 0.7)
+    assert scores.isnan().any(-1).nonzero().tolist() == [[1, 4]]

@@ -68,6 +68,12 @@ def exp(x: np.float32) -> np.float32:
     return p * np.int32(power).view(np.float32)
 
 
+@njit(error_model="numpy", fastmath={"nnan", "nsz"})
+def larger(a: np.float32, b: np.float32) -> np.float32:
+    """The larger of two numbers; either of them if one is NaN, which lets the compiler take many at once."""
+    return a if a > b else b
+
+
 @helper
 def clamp(x: np.float32, limit: np.float32) -> np.float32:
     """x within +-limit; NaN stays NaN."""

@@ -5,19 +5,21 @@
     out_i = sum_j exp(score[i, j]) v_j / (sum_j exp(score[i, j]) + exp(sink_i))
 
 `attend_chunks` walks over chunks of queries and computes scores again in the backward pass: nothing of size
-S x S is ever kept. Each chunk's bias comes from one small GEMM over distances; a view whose rows slide by
-one element turns distances into key positions without a gather, and the mask is a slice of that GEMM's
-buffer. `flex.py` computes the same on GPUs.
+S x S is ever kept. Each chunk's bias comes from one small GEMM over distances, and is added where the
+softmax reads the scores. `flex.py` computes the same on GPUs.
 
 Shapes: q [B, S, H, D]; k, v [B, T, h, D] with h key heads, H a multiple of h and T >= S (the last S keys are
 the queries' own tokens); rel [B, S, H, R]; proj [R, extent]; sink [B, S, H]; result [B, S, H, D].
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from nybble.models.cpu import softmax
+from nybble.models.inkling2 import chunk
 
 CHUNK_ELEMENTS = 1 << 18
 """Scores of one chunk (1 MiB in FP32): few enough for a core's cache, enough to pay for the calls."""
@@ -66,52 +68,62 @@ def _unrows(x: Tensor, shape: _Shape) -> Tensor:
     return x.view(B, h, S, G, -1).transpose(1, 2).contiguous().view(B, S, h * G, -1)
 
 
-def _slide(bias: Tensor, C: int, G: int, K: int) -> Tensor:
-    """View [Q, C * G, C + K - 1] over distances (column m is K - 1 - m) as [Q, C, G, K] over keys."""
-    Q, _, L = bias.shape
-    return bias.as_strided((Q, C, G, K), (C * G * L, G * L - 1, L, 1), bias.storage_offset() + C - 1)
+@dataclass
+class _Inputs:
+    """The tensors of one call by rows, and what its chunks are made of."""
 
+    shape: _Shape
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    rel: Tensor
+    sink: Tensor
+    bank: Tensor
+    """proj [R, extent], the farthest distance first."""
+    documents: tuple[Tensor, Tensor] | None
 
-def _with_sink(x: Tensor, lo: int, hi: int) -> Tensor:
-    """Keys or values lo..hi and a zero row for the sink: [Q, K + 1, D], contiguous for batched GEMMs."""
-    out = x.new_empty(x.shape[0], hi - lo + 1, x.shape[2])
-    out[:, :-1] = x[:, lo:hi]
-    out[:, -1] = 0.0
-    return out
-
-
-def _probabilities(
-    q: Tensor, k: Tensor, rel: Tensor, proj: Tensor, sink: Tensor, blocked: Tensor | None, shape: _Shape
-) -> Tensor:
-    """Softmax of one chunk [Q, C * G, K + 1], the sink last; k has its zero row, proj falls in distance."""
-    Q, rows, G, K = q.shape[0], q.shape[1], shape.G, k.shape[1] - 1
-    C, extent = rows // G, proj.shape[1]
-    L, n = C + K - 1, min(extent, K)
-    bias = q.new_empty(Q, rows, L)
-    bias[:, :, K:] = -torch.inf  # keys after the query
-    if n < K:
-        bias[:, :, : K - n] = 0.0
-    torch.mm(rel.reshape(Q * rows, -1), proj[:, extent - n :], out=bias.view(Q * rows, L)[:, K - n : K])
-    if shape.window < K:
-        bias[:, :, : K - shape.window] = -torch.inf
-    scores = q.new_empty(Q, rows, K + 1)
-    scores[:, :, :K].view(Q, C, G, K).copy_(_slide(bias, C, G, K))
-    scores[:, :, K] = sink
-    if blocked is not None:
-        scores[:, :, :K].view(shape.B, shape.h, C, G, K).masked_fill_(
-            blocked[:, None, :, None, :], -torch.inf
+    def probabilities(self, c0: int, c1: int, lo: int, hi: int) -> tuple[Tensor, Tensor]:
+        """Softmax of a chunk [Q, C * G, K], and the sink's share [Q, C * G]."""
+        shape = self.shape
+        part = slice(c0 * shape.G, c1 * shape.G)
+        rel, n = self.rel[:, part], self.near(hi - lo)
+        scores = torch.bmm(self.q[:, part], self.k[:, lo:hi].transpose(1, 2))
+        bias = (rel.reshape(-1, rel.shape[-1]) @ self.bank[:, self.bank.shape[1] - n :]).view(
+            *rel.shape[:2], n
         )
-    scores.baddbmm_(q, k.transpose(1, 2), alpha=shape.scale)
-    return torch.softmax(scores, -1, out=scores)
+        documents = None
+        if self.documents is not None:
+            documents = self.documents[0][:, c0:c1], self.documents[1][:, lo:hi]
+        sink = self.sink[:, part].contiguous()
+        sunk = self.softmax.forward(scores, bias, sink, documents, shape.window, shape.G, shape.scale)
+        return scores, sunk
+
+    def near(self, K: int) -> int:
+        """How many distances have a bias when there are K keys."""
+        return min(self.bank.shape[1], K)
+
+    @property
+    def softmax(self) -> Any:
+        """The module that computes it on this device."""
+        return softmax if self.q.device.type == "cpu" else chunk
 
 
-def _blocked(
-    queries: Tensor | None, keys: Tensor | None, c0: int, c1: int, lo: int, hi: int
-) -> Tensor | None:
-    """[B, C, K], true where query and key are of different documents."""
-    if queries is None or keys is None:
-        return None
-    return queries[:, c0:c1, None] != keys[:, None, lo:hi]
+def _inputs(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rel: Tensor,
+    proj: Tensor,
+    sink: Tensor,
+    queries: Tensor | None,
+    keys: Tensor | None,
+    window: int | None,
+    scale: float,
+) -> _Inputs:
+    shape = _shape(q, k, window, scale)
+    q, k, v, rel, sinks = (_rows(x, shape.h) for x in (q, k, v, rel, sink[..., None]))
+    documents = None if queries is None or keys is None else (queries, keys)
+    return _Inputs(shape, q, k, v, rel, sinks[..., 0], proj.flip(1), documents)
 
 
 def _shape(q: Tensor, k: Tensor, window: int | None, scale: float) -> _Shape:
@@ -135,31 +147,12 @@ def _forward(
 ) -> Tensor:
     if q.numel() == 0:
         return torch.empty_like(q)
-    shape = _shape(q, k, window, scale)
-    h, G = shape.h, shape.G
-    qr, kr, vr, rr, sr = (
-        _rows(q, h),
-        _rows(k, h),
-        _rows(v, h),
-        _rows(rel, h),
-        _rows(sink[..., None], h)[..., 0],
-    )
-    flipped = proj.flip(1)
-    out = torch.empty_like(qr)
-    for c0, c1, lo, hi in shape.chunks():
-        rows = slice(c0 * G, c1 * G)
-        blocked = _blocked(queries, keys, c0, c1, lo, hi)
-        p = _probabilities(
-            qr[:, rows].contiguous(),
-            _with_sink(kr, lo, hi),
-            rr[:, rows],
-            flipped,
-            sr[:, rows],
-            blocked,
-            shape,
-        )
-        out[:, rows] = torch.bmm(p, _with_sink(vr, lo, hi))
-    return _unrows(out, shape)
+    x = _inputs(q, k, v, rel, proj, sink, queries, keys, window, scale)
+    out = torch.empty_like(x.q)
+    for c0, c1, lo, hi in x.shape.chunks():
+        p, _ = x.probabilities(c0, c1, lo, hi)
+        out[:, c0 * x.shape.G : c1 * x.shape.G] = torch.bmm(p, x.v[:, lo:hi])
+    return _unrows(out, x.shape)
 
 
 @torch.library.custom_op("nybble::relative_attention_backward", mutates_args=())
@@ -178,53 +171,29 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     if q.numel() == 0:
         return tuple(x.new_zeros(x.shape) for x in (q, k, v, rel, proj, sink))  # type: ignore[return-value]
-    shape = _shape(q, k, window, scale)
-    h, G, extent = shape.h, shape.G, proj.shape[1]
-    qr, kr, vr, rr, sr = (
-        _rows(q, h),
-        _rows(k, h),
-        _rows(v, h),
-        _rows(rel, h),
-        _rows(sink[..., None], h)[..., 0],
-    )
-    dr = _rows(dout, h)
-    flipped = proj.flip(1)
-    dq, drel, dsink = (torch.empty_like(x) for x in (qr, rr, sr))
-    dk, dv, dproj = (torch.zeros_like(x) for x in (kr, vr, flipped))
-    Q, buffer = qr.shape[0], qr.new_empty(0)
+    x = _inputs(q, k, v, rel, proj, sink, queries, keys, window, scale)
+    shape, G, extent = x.shape, x.shape.G, proj.shape[1]
+    dout = _rows(dout, shape.h)
+    dq, drel, dsink = (torch.empty_like(t) for t in (x.q, x.rel, x.sink))
+    dk, dv, dbank = (torch.zeros_like(t) for t in (x.k, x.v, x.bank))
     for c0, c1, lo, hi in shape.chunks():
-        rows, C, K = slice(c0 * G, c1 * G), c1 - c0, hi - lo
-        blocked = _blocked(queries, keys, c0, c1, lo, hi)
-        qc, dc, kc = qr[:, rows].contiguous(), dr[:, rows].contiguous(), _with_sink(kr, lo, hi)
-        p = _probabilities(qc, kc, rr[:, rows], flipped, sr[:, rows], blocked, shape)
-        dv[:, lo:hi] += torch.bmm(p.transpose(1, 2), dc)[:, :-1]
-        dp = torch.bmm(dc, _with_sink(vr, lo, hi).transpose(1, 2))
-        ds = torch._softmax_backward_data(dp, p, -1, p.dtype)
-        dsink[:, rows] = ds[:, :, -1]
-        dq[:, rows] = torch.bmm(ds, kc)
-        dk[:, lo:hi] += torch.bmm(ds.transpose(1, 2), qc)[:, :-1]
-        # back from key positions to distances
-        L, n = C + K - 1, min(extent, K)
-        if buffer.shape != (
-            Q,
-            C * G,
-            L,
-        ):  # chunks of one shape write the same places, so that zeros stay zeros
-            buffer = qr.new_zeros(Q, C * G, L)
-        _slide(buffer, C, G, K).copy_(ds[:, :, :-1].view(Q, C, G, K))
-        dbias = buffer.view(Q * C * G, L)[:, K - n : K]
-        near = rr[:, rows].reshape(Q * C * G, -1)
-        drel[:, rows] = (dbias @ flipped[:, extent - n :].T).view(Q, C * G, -1)
-        dproj[:, extent - n :].addmm_(near.T, dbias)
-    dq.mul_(scale)
-    dk.mul_(scale)
-    keyed = _Shape(shape.B, shape.T, shape.T, h, 1, shape.D, shape.window, scale)
+        part, n = slice(c0 * G, c1 * G), x.near(hi - lo)
+        p, sunk = x.probabilities(c0, c1, lo, hi)
+        dv[:, lo:hi] += torch.bmm(p.transpose(1, 2), dout[:, part])
+        d = torch.bmm(dout[:, part], x.v[:, lo:hi].transpose(1, 2))
+        dbias, dsink[:, part] = x.softmax.backward(p, sunk, d, n, shape.window, G, scale)
+        dq[:, part] = torch.bmm(d, x.k[:, lo:hi])
+        dk[:, lo:hi] += torch.bmm(d.transpose(1, 2), x.q[:, part])
+        dbias, near = dbias.view(-1, n), x.rel[:, part]
+        drel[:, part] = (dbias @ x.bank[:, extent - n :].T).view(near.shape)
+        dbank[:, extent - n :].addmm_(near.reshape(-1, near.shape[-1]).T, dbias)
+    keyed = replace(shape, S=shape.T, G=1)
     return (
         _unrows(dq, shape),
         _unrows(dk, keyed),
         _unrows(dv, keyed),
         _unrows(drel, shape),
-        dproj.flip(1),
+        dbank.flip(1),
         _unrows(dsink[..., None], shape)[..., 0],
     )
 
