@@ -70,7 +70,7 @@ _PRESETS = (
         sequence=256,
         batch=4,
         learning_rate=3e-3,
-        steps=300,
+        steps=260,
     ),
     Preset(
         name="small",
