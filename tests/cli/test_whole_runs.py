@@ -17,6 +17,7 @@ from micro import add_preset, make_data
 from transformers import AutoTokenizer, Inkling2ForCausalLM
 
 from nybble.cli import main
+from nybble.models import presets
 from nybble.pretrain.metrics import TIMING_FIELDS, read
 
 FLAGS = ["--val-every", "4", "--val-batches", "1", "--save-every", "2", "--log-every", "1"]
@@ -26,8 +27,10 @@ FLAGS = ["--val-every", "4", "--val-batches", "1", "--save-every", "2", "--log-e
 def _settings() -> Iterator[None]:
     before = torch.get_num_threads()
     torch.set_num_threads(1)
+    shipped = presets._PRESETS
     add_preset()
     yield
+    presets._PRESETS = shipped
     torch.set_num_threads(before)
 
 
