@@ -6,7 +6,7 @@ from naive_formats import draw
 
 import nybble
 from nybble.errors import NybbleError
-from nybble.formats import Operand, philox
+from nybble.formats import Operand, philox, reference
 
 KNOWN = [  # Random123, kat_vectors: philox 4x32 10
     ([0] * 4, [0] * 2, [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]),
@@ -123,3 +123,12 @@ def test_the_example_that_the_page_of_formats_prints():
     q = nybble.quantize(torch.full((32,), 1.1), "mxfp8", rounding="stochastic", key=key)
     assert q.scales.item() == 119
     assert q.codes[:8].tolist() == [0x79, 0x79, 0x79, 0x79, 0x78, 0x79, 0x79, 0x78]
+
+
+def test_a_part_draws_what_its_elements_draw_in_the_whole():
+    x = torch.randn(6, 32, 40)
+    arguments = ("mxfp8", -2, "stochastic", "tensor")
+    whole = reference.quantize(x, *arguments, torch.tensor([5, 2, 1]), 3, 1)
+    part = reference.quantize(x[4:], *arguments, torch.tensor([5, 2, 1, 4 * 32 * 40]), 3, 1)
+    assert torch.equal(part[0], whole[0][4:])
+    assert torch.equal(part[1], whole[1][4:])

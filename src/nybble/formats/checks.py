@@ -67,8 +67,10 @@ def check_rounding(
         raise NybbleError(f"{fmt.name} is passed through and cannot be rounded stochastically; use nearest")
     if key is None:
         raise NybbleError("stochastic rounding needs a key: nybble.key(seed, step, layer, operand)")
-    if key.dtype != torch.int64 or key.dim() != 1 or key.shape[0] != 3:
-        raise NybbleError("key must be an int64 tensor [3] of (seed, step, micro)")
+    if key.dtype != torch.int64 or key.dim() != 1 or key.shape[0] not in (3, 4):
+        raise NybbleError(
+            "key must be an int64 tensor [3] of (seed, step, micro), or [4] with the first element"
+        )
     check_range("layer", layer)
     check_range("operand", operand)
 

@@ -5,7 +5,8 @@ The draw of an element is 16 bits out of one Philox block (Salmon et al., Parall
 
     key      k0 = seed & 0xffffffff          k1 = (seed >> 32) & 0xffffffff
     element  e = (leading * R + row) * C + col      row-major index in the logical tensor [..., R, C]; with
-             `rows`, `row` is replaced by rows[row]. g = e >> 3, j = e & 7: eight elements share a block.
+             `rows`, `row` is replaced by rows[row]; `first`, a multiple of 8, is added: the index in the whole
+             of which the tensor is a part. g = e >> 3, j = e & 7: eight elements share a block.
     counter  c0 = g & 0xffffffff             c1 = ((g >> 32) & 0xffff) | (micro << 16)
              c2 = step & 0xffffffff          c3 = (layer << 8) | operand
     draw     (w[j >> 1] >> (16 * (j & 1))) & 0xffff       of the output words w[0..3]
@@ -104,20 +105,20 @@ def draws(key: Tensor, shape: Sequence[int], layer: int, operand: int, rows: Ten
     """The 16-bit draw of every element of a tensor.
 
     Args:
-        key: int64 [3], (seed, step, micro).
+        key: int64 [3] or [4], (seed, step, micro, first), where first is 0 if left out.
         shape: of the logical tensor, [..., R, C] or [C].
         layer, operand: the rest of the counter.
         rows: int64 [R] for a 2-D tensor: the row index that each row counts as, None for its own.
     Returns:
         int64 of `shape`, values in [0, 65536).
     """
-    seed, step, micro = key.to(torch.int64).unbind()
+    seed, step, micro, *part = key.to(torch.int64).unbind()
     cols = shape[-1]
     count = 1
     for n in shape[:-1]:
         count *= n
     index = torch.arange(count, device=key.device) if rows is None else rows.to(torch.int64)
-    first = index * cols  # element index of each row's first element
+    first = index * cols + (part[0] if part else 0)  # element index of each row's first element
     span = cols // 8 + 2  # Philox blocks that cover a row wherever it starts within its first block
     g = (first >> 3)[:, None] + torch.arange(span, device=key.device)
     words = philox4x32(

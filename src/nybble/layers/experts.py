@@ -8,7 +8,7 @@ Rows of one expert are one group: blocks along T never span two experts.
 """
 
 import copyreg
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from nybble.formats import Operand as Role
 from nybble.layers import gemm, kept
 from nybble.layers.activation import Activation
 from nybble.layers.linear import planned
-from nybble.layers.operand import Values, cast, compute_dtype, outer, product
+from nybble.layers.operand import Codes, Values, cast, compute_dtype, outer, product
 from nybble.layers.routing import Route, combine, route
 from nybble.layers.step import StepState
 from nybble.layers.weights import Spec, Weight, WeightCache
@@ -38,6 +38,16 @@ class Plan(NamedTuple):
     keep_h: bool
     keep_gate_up: bool
     """False: it is not needed, or computed again in the backward pass."""
+    arrived: Codes | None
+    """Codes of x as the operand of fprop, where x came as those."""
+
+
+class Exchange(Protocol):
+    """Takes tokens to the experts of other ranks and brings the results back; see `nybble.parallel`."""
+
+    def __call__(
+        self, experts: "Experts", x: Tensor, index: Tensor, weights: Tensor, rows: Tensor | None
+    ) -> Tensor: ...
 
 
 class Experts(nn.Module):
@@ -49,6 +59,10 @@ class Experts(nn.Module):
     weight_caches: tuple[WeightCache, WeightCache]
     keep: str
     """"recompute" or "activations"."""
+    exchange: Exchange | None = None
+    """Where other ranks have experts of this module too."""
+    first_expert: int = 0
+    """Experts on ranks before this one."""
 
     def forward(
         self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, rows: Tensor | None = None
@@ -59,28 +73,54 @@ class Experts(nn.Module):
             hidden_states: [T, H].
             top_k_index: int64 [T, k]; an index of E or more is an expert that is not here, and adds nothing.
             top_k_weights: [T, k].
-            rows: int64 [T], what each token counts as in random draws; its own index when None.
+            rows: int64 [T], what each token counts as in random draws; its index in the batch when None.
         Returns:
             [T, H] in the dtype of hidden_states, summed in FP32.
         """
-        up: Tensor = getattr(self, up_name(self))
-        down = self.down_proj
         x = hidden_states.reshape(-1, hidden_states.shape[-1])
+        rows = self.step_state.rows(x.shape[0], x.device) if rows is None else rows
+        if self.exchange is None:
+            y = self.compute(x, top_k_index, top_k_weights, rows)
+        else:
+            y = self.exchange(self, x, top_k_index, top_k_weights, rows)
+        return y.view(hidden_states.shape)
+
+    def compute(
+        self,
+        x: Tensor,
+        top_k_index: Tensor,
+        top_k_weights: Tensor,
+        rows: Tensor | None,
+        arrived: Codes | None = None,
+    ) -> Tensor:
+        """The same by the experts that are here.
+
+        Args:
+            x: [T, H].
+            rows: int64 [T], what each token counts as in random draws; its own index when None.
+            arrived: codes of x as the operand of fprop, where x came as those; x is then only a shape.
+        """
+        up, down = local(getattr(self, up_name(self))), local(self.down_proj)
         grad = torch.is_grad_enabled()
         recompute = self.keep == "recompute" and kept.repeatable(x, self.specs[0].gemms)
         plan = Plan(
-            up=planned(up, self.specs[0], self.weight_caches[0], self.step_state),
-            down=planned(down, self.specs[1], self.weight_caches[1], self.step_state),
+            up=self._planned(up, 0),
+            down=self._planned(down, 1),
             activation=Activation(self),
             k=top_k_index.shape[-1],
             keep_x=grad and (up.requires_grad or recompute),
             keep_h=grad and (down.requires_grad or top_k_weights.requires_grad),
             keep_gate_up=grad and not recompute,
+            arrived=arrived,
         )
         order, ends, _ = route(top_k_index, up.shape[0])
         key, weight_key = self.step_state.keys(x.device)
         y: Tensor = _Experts.apply(x, top_k_weights, up, down, order, ends, rows, key, weight_key, plan)
-        return y.view(hidden_states.shape)
+        return y
+
+    def _planned(self, weight: Tensor, which: int) -> Weight:
+        first = self.first_expert * weight[0].numel() if self.first_expert else 0
+        return planned(weight, self.specs[which], self.weight_caches[which], self.step_state, first)
 
     def extra_repr(self) -> str:
         return " ".join(self.specs[0].gemms.texts())
@@ -109,6 +149,12 @@ def up_name(module: nn.Module) -> str:
     return "gate_up_proj" if hasattr(module, "gate_up_proj") else "up_proj"
 
 
+def local(weight: Tensor) -> Tensor:
+    """The part of a distributed weight that is here; a plain weight as it is."""
+    to_local = getattr(weight, "to_local", None)
+    return weight if to_local is None else to_local()
+
+
 class _Experts(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -130,7 +176,7 @@ class _Experts(torch.autograd.Function):
         # x is quantised once a token, before it is copied to its k rows: with an outer scale a token, or
         # none, that gives the same codes.
         draw = spec.draw(Role.FPROP_X, key)._replace(rows=rows)
-        values, saved_x = kept.keep(x, spec.gemms, plan.keep_x, dtype, draw)
+        values, saved_x = kept.keep(x, spec.gemms, plan.keep_x, dtype, draw, plan.arrived)
         w = plan.up.fprop(w_up, weight_key, dtype)
         gate_up = _rows_product(values, routed, spec.gemms.fprop.x, w, spec, x.dtype)
         h = plan.activation(gate_up)

@@ -26,11 +26,17 @@ def kept_dtype(x: Tensor, gemms: GemmTable) -> torch.dtype:
     return x.dtype if x.element_size() == 2 or gemms.wgrad.x.format == "fp32" else torch.bfloat16
 
 
-def keep(x: Tensor, gemms: GemmTable, wanted: bool, dtype: torch.dtype, draw: Draw) -> tuple[Values, Saved]:
-    """The operand of fprop in `dtype`, and what to save of it (nothing unless `wanted`)."""
-    if wanted and from_codes(gemms):
-        codes = encode(x, gemms.fprop.x, -1, draw)
-        return Values(decode(codes, gemms.fprop.x, -1, x.shape, dtype), codes.amax), list(codes)
+def keep(
+    x: Tensor, gemms: GemmTable, wanted: bool, dtype: torch.dtype, draw: Draw, codes: Codes | None = None
+) -> tuple[Values, Saved]:
+    """The operand of fprop in `dtype`, and what to save of it (nothing unless `wanted`).
+
+    `codes` are those of x where it came as codes; the backward pass then works from them.
+    """
+    if codes is not None or (wanted and from_codes(gemms)):
+        codes = encode(x, gemms.fprop.x, -1, draw) if codes is None else codes
+        values = Values(decode(codes, gemms.fprop.x, -1, x.shape, dtype), codes.amax)
+        return values, list(codes) if wanted else []
     values = cast(x, gemms.fprop.x, -1, dtype, draw)
     return values, [x.to(kept_dtype(x, gemms))] if wanted else []
 

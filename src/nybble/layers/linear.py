@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from nybble.formats import Operand as Role
 from nybble.layers import gemm, kept
-from nybble.layers.operand import cast, compute_dtype, outer, product
+from nybble.layers.operand import Draw, cast, compute_dtype, outer, product
 from nybble.layers.step import StepState
 from nybble.layers.weights import Spec, Weight, WeightCache, tag_of
 
@@ -26,6 +26,10 @@ class Plan(NamedTuple):
     keep_x: bool
     """False for a frozen weight: nothing of x is kept."""
     x_dtype: torch.dtype
+
+    def draw(self, role: Role, key: Tensor, rows: Tensor | None) -> Draw:
+        """Draws of an operand whose rows are tokens."""
+        return self.weight.spec.draw(role, key)._replace(rows=rows)
 
 
 class Linear(nn.Linear):
@@ -39,8 +43,10 @@ class Linear(nn.Linear):
         """x [..., K] -> [..., N]."""
         key, weight_key = self.step_state.keys(x.device)
         keep_x = torch.is_grad_enabled() and self.weight.requires_grad
+        tokens = x.reshape(-1, x.shape[-1])
         plan = Plan(planned(self.weight, self.spec, self.weight_cache, self.step_state), keep_x, x.dtype)
-        y: Tensor = _Linear.apply(x.reshape(-1, x.shape[-1]), self.weight, self.bias, key, weight_key, plan)
+        rows = self.step_state.rows(tokens.shape[0], x.device)
+        y: Tensor = _Linear.apply(tokens, self.weight, self.bias, rows, key, weight_key, plan)
         return y.view(*x.shape[:-1], y.shape[-1])
 
     def __reduce__(self) -> Any:
@@ -66,31 +72,41 @@ def _rebuild(original: type[nn.Module]) -> Any:
     return copyreg.__newobj__(linear_class(original))  # type: ignore[attr-defined]
 
 
-def planned(weight: Tensor, spec: Spec, cache: WeightCache, state: StepState) -> Weight:
-    """The weight, with its cache where one may be used: between calls of `set_step`.
+def planned(weight: Tensor, spec: Spec, cache: WeightCache, state: StepState, first: int = 0) -> Weight:
+    """The weight, with its cache where one may be used: between calls of `set_step`. `first` elements of the
+    whole weight lie before this part of it.
 
     A compiled graph cannot tell whether a weight has changed: it quantises the weight whenever it runs,
     unless `refresh` vouches for the cache.
     """
     if torch.compiler.is_compiling():
-        return Weight(spec, cache if state.fresh else None, None)
+        return Weight(spec, cache if state.fresh else None, None, first)
     if not state.managed or cache.mode == "none":
-        return Weight(spec, None, None)
-    return Weight(spec, cache, tag_of(weight, state.generation))
+        return Weight(spec, None, None, first)
+    return Weight(spec, cache, tag_of(weight, state.generation), first)
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, key: Tensor, weight_key: Tensor, plan: Plan
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        rows: Tensor | None,
+        key: Tensor,
+        weight_key: Tensor,
+        plan: Plan,
     ) -> Tensor:
         spec = plan.weight.spec
         fprop = spec.gemms.fprop
         dtype = compute_dtype(x.device, fprop.x, fprop.w)
-        (values, amax), saved = kept.keep(x, spec.gemms, plan.keep_x, dtype, spec.draw(Role.FPROP_X, key))
+        (values, amax), saved = kept.keep(
+            x, spec.gemms, plan.keep_x, dtype, plan.draw(Role.FPROP_X, key, rows)
+        )
         w, w_amax = plan.weight.fprop(weight, weight_key, dtype)
         scale = product(outer(amax, fprop.x), outer(w_amax, fprop.w))
-        ctx.save_for_backward(weight, key.clone(), weight_key.clone(), *saved)
+        ctx.save_for_backward(weight, rows, key.clone(), weight_key.clone(), *saved)
         ctx.plan, ctx.shape, ctx.has_bias = plan, x.shape, bias is not None
         if bias is None:
             return gemm.matmul(values, w.t(), scale, x.dtype)
@@ -98,24 +114,24 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        weight, key, weight_key, *saved = ctx.saved_tensors
+        weight, rows, key, weight_key, *saved = ctx.saved_tensors
         plan: Plan = ctx.plan
         spec = plan.weight.spec
         gemms = spec.gemms
         dx = dw = dbias = None
         if ctx.needs_input_grad[0]:
             dtype = compute_dtype(dy.device, gemms.dgrad.dy, gemms.dgrad.w)
-            a, a_amax = cast(dy, gemms.dgrad.dy, -1, dtype, spec.draw(Role.DGRAD_DY, key))
+            a, a_amax = cast(dy, gemms.dgrad.dy, -1, dtype, plan.draw(Role.DGRAD_DY, key, rows))
             w, w_amax = plan.weight.dgrad(weight, weight_key, dtype)
             scale = product(outer(a_amax, gemms.dgrad.dy), outer(w_amax, gemms.dgrad.w))
             dx = gemm.matmul(a, w, scale, plan.x_dtype)
         if ctx.needs_input_grad[1]:
             dtype = compute_dtype(dy.device, gemms.wgrad.dy, gemms.wgrad.x)
             if dx is None or not spec.shares_dy:
-                a, a_amax = cast(dy, gemms.wgrad.dy, -2, dtype, spec.draw(Role.WGRAD_DY, key))
-            b, b_amax = kept.wgrad_operand(saved, gemms, ctx.shape, dtype, spec.draw(Role.WGRAD_X, key))
+                a, a_amax = cast(dy, gemms.wgrad.dy, -2, dtype, plan.draw(Role.WGRAD_DY, key, rows))
+            b, b_amax = kept.wgrad_operand(saved, gemms, ctx.shape, dtype, plan.draw(Role.WGRAD_X, key, rows))
             scale = product(outer(a_amax, gemms.wgrad.dy), outer(b_amax, gemms.wgrad.x))
             dw = gemm.matmul(a.t(), b, scale, weight.dtype)
         if ctx.has_bias and ctx.needs_input_grad[2]:
             dbias = dy.sum(0, dtype=torch.float32).to(weight.dtype)
-        return dx, dw, dbias, None, None, None
+        return dx, dw, dbias, None, None, None, None

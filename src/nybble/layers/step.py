@@ -9,7 +9,7 @@ from nybble.formats.philox import check_range
 
 class StepState:
     """Seed, step and micro-batch as int64 tensors, so that compiled and captured graphs follow when they
-    change.
+    change; and which part of the batch this process has.
 
     The tensors are updated in place; a layer clones the key at its forward pass, and its backward pass draws
     from that clone. Draws of weights always use micro-batch 0: their codes serve all micro-batches of a step.
@@ -17,6 +17,8 @@ class StepState:
 
     def __init__(self, seed: int = 0) -> None:
         self.seed, self.step, self.micro = seed, 0, 0
+        self.part = 0
+        """Which of equal consecutive parts of the batch's tokens the layers see: 0 unless ranks share a batch."""
         self.generation = 0
         """Counts calls that may follow a change of the weights: cached operands of an older one are not
         used."""
@@ -28,13 +30,19 @@ class StepState:
         self._keys: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     def keys(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """(key of activations, key of weights) on `device`, int64 [3] each."""
+        """(key of activations, key of weights) on `device`, int64 [4] each: seed, step, micro, 0."""
         if device not in self._keys:
             self._keys[device] = (
-                torch.tensor([self.seed, self.step, self.micro], dtype=torch.int64, device=device),
-                torch.tensor([self.seed, self.step, 0], dtype=torch.int64, device=device),
+                torch.tensor([self.seed, self.step, self.micro, 0], dtype=torch.int64, device=device),
+                torch.tensor([self.seed, self.step, 0, 0], dtype=torch.int64, device=device),
             )
         return self._keys[device]
+
+    def rows(self, tokens: int, device: torch.device) -> Tensor | None:
+        """int64 [tokens]: what this part's tokens count as in random draws; None where that is their index."""
+        if self.part == 0:
+            return None
+        return torch.arange(self.part * tokens, (self.part + 1) * tokens, device=device)
 
     def set(self, step: int, micro: int = 0, seed: int | None = None) -> None:
         """Move to `micro` of `step`. Micro-batch 0 begins a step: the weights may have changed."""
@@ -47,13 +55,13 @@ class StepState:
         self.seed, self.step, self.micro = seed, step, micro
         self.managed = True
         for key, weight_key in self._keys.values():
-            key.copy_(torch.tensor([seed, step, micro]))
-            weight_key.copy_(torch.tensor([seed, step, 0]))
+            key.copy_(torch.tensor([seed, step, micro, 0]))
+            weight_key.copy_(torch.tensor([seed, step, 0, 0]))
 
     def __deepcopy__(self, memo: dict[int, object]) -> "StepState":
         copy = StepState(self.seed)
         memo[id(self)] = copy
-        copy.step, copy.micro, copy.managed = self.step, self.micro, self.managed
+        copy.step, copy.micro, copy.managed, copy.part = self.step, self.micro, self.managed, self.part
         return copy
 
 

@@ -90,6 +90,8 @@ class Weight(NamedTuple):
     """None where nothing is kept."""
     tag: tuple[object, ...] | None
     """What the weight was at the forward pass; None when the cache was filled by `refresh`."""
+    first: int = 0
+    """Elements of the whole weight before this part of it, by which its draws are shifted."""
 
     def fprop(self, weight: Tensor, key: Tensor, dtype: torch.dtype) -> Values:
         """Operand of y = x @ W.T, along K."""
@@ -129,20 +131,20 @@ class Weight(NamedTuple):
         weight = weight.detach()
         gemms = self.spec.gemms
         if name == "fprop":
-            return cast(weight, gemms.fprop.w, -1, dtype, self.spec.draw(Role.FPROP_W, key))
-        draw = self.spec.draw(Role.DGRAD_W, key)
+            return cast(weight, gemms.fprop.w, -1, dtype, self._draw(Role.FPROP_W, key))
+        draw = self._draw(Role.DGRAD_W, key)
         if gemms.dgrad.w.source == "original":
             return cast(weight, gemms.dgrad.w, -2, dtype, draw)
-        forward = encode(weight, gemms.fprop.w, -1, self.spec.draw(Role.FPROP_W, key))
+        forward = encode(weight, gemms.fprop.w, -1, self._draw(Role.FPROP_W, key))
         return recast(forward, gemms.fprop.w, -1, weight.shape, gemms.dgrad.w, -2, dtype, draw)
 
     def _codes(self, name: str, weight: Tensor, key: Tensor) -> Codes:
         weight = weight.detach()
         gemms = self.spec.gemms
-        forward_draw = self.spec.draw(Role.FPROP_W, key)
+        forward_draw = self._draw(Role.FPROP_W, key)
         if name == "fprop":
             return encode(weight, gemms.fprop.w, -1, forward_draw)
-        draw = self.spec.draw(Role.DGRAD_W, key)
+        draw = self._draw(Role.DGRAD_W, key)
         if gemms.dgrad.w.source == "original":
             return encode(weight, gemms.dgrad.w, -2, draw)
         forward = encode(weight, gemms.fprop.w, -1, forward_draw)
@@ -154,6 +156,12 @@ class Weight(NamedTuple):
         if name == "fprop":
             return Values(decode(codes, gemms.fprop.w, -1, weight.shape, dtype), codes.amax)
         return Values(decode(codes, gemms.dgrad.w, -2, weight.shape, dtype), codes.amax)
+
+    def _draw(self, role: Role, key: Tensor) -> Draw:
+        if self.first:
+            key = key.clone()
+            key[3] = self.first
+        return self.spec.draw(role, key)
 
     def _same(self) -> bool:
         """Both passes use the same values: BF16 has no axis, and square blocks are the same along either."""

@@ -10,7 +10,7 @@ import nybble.kernels  # noqa: F401  (registers what is tested)
 from nybble.formats import grouped, reference, table
 
 OPS = torch.ops.nybble
-KEY = torch.tensor([0x1234_5678_9ABC_DEF0, 7, 3])
+KEY = torch.tensor([0x1234_5678_9ABC_DEF0, 7, 3, 8 * 1234567])
 SPECIAL = torch.tensor(
     [
         0.0,

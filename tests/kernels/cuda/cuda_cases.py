@@ -8,7 +8,8 @@ from torch import Tensor
 
 from nybble.formats import philox, reference
 
-KEY = philox.Key(seed=0x123456789ABCDEF, step=7, micro=3).tensor()
+SHIFT = torch.tensor([8 * 1234567])  # a part of a larger tensor
+KEY = torch.cat([philox.Key(seed=0x123456789ABCDEF, step=7, micro=3).tensor(), SHIFT])
 ROWS_OFFS = (0, 1, 8, 41, 41, 60)
 
 

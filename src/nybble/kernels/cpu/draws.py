@@ -18,11 +18,12 @@ WEYL_1 = U64(0xBB67AE85)
 def fill_draws(start: Any, n: int, key: Any, words: Any) -> Any:
     """Fill `words` uint32 with the draws of elements start .. start + n - 1; return where the first one lies.
 
-    key: uint64 [5] = key words k0, k1, micro-step << 16, and counter words c2, c3. Read `words` as uint16:
-    the draw of element start + j is at position (returned offset) + j.
+    key: uint64 [6] = key words k0, k1, micro-step << 16, counter words c2, c3, and what is added to `start`.
+    Read `words` as uint16: the draw of element start + j is at position (returned offset) + j.
     """
-    first = U64(start) >> U64(3)
-    offset = np.int64(U64(start) & U64(7))  # int() would stay unsigned
+    element = U64(start) + key[5]
+    first = element >> U64(3)
+    offset = np.int64(element & U64(7))  # int() would stay unsigned
     # Words fit in 32 bits; lanes of 64 let one multiply give both halves of the product.
     key0 = key[0] & LOW
     key1 = key[1] & LOW

@@ -208,7 +208,7 @@ def _measure(x: Rows, tiles: layout.Tiles, columns: int, per_column: bool, amax:
 def _key_words(job: Job) -> Any:
     if not job.stochastic or job.key is None:
         return NO_KEY
-    seed, step, micro = (int(v) for v in job.key.tolist())
+    seed, step, micro, *part = (int(v) for v in job.key.tolist())
     low = 0xFFFFFFFF
     words = [
         seed & low,
@@ -216,6 +216,7 @@ def _key_words(job: Job) -> Any:
         (micro & 0xFFFF) << 16,
         step & low,
         (job.layer << 8) | job.operand,
+        part[0] if part else 0,
     ]
     return np.array(words, np.uint64)
 

@@ -128,7 +128,7 @@ def quantize_tiles(
         shift: see `blocks.py`. width and span are multiples of a block, or cover the row.
         amax: float32, outer amaxes; written first if `measure` (a tile is a whole row). With
             outer_per_column, column c's is c behind the tile's.
-        key: uint64 [5], see `fill_draws`; rows int64 [R] or [0]: the row index that names a row's draws.
+        key: uint64 [6], see `fill_draws`; rows int64 [R] or [0]: the row index that names a row's draws.
         values: float32 [R, columns], flat, written if want_values; else codes, uint8 rows of code_bytes, and
             scales (float32 ones for RULE_FP32), rows of scale_columns; `transposed` stores columns as rows.
     """

@@ -23,20 +23,22 @@ def philox(c0, c1, c2, c3, k0, k1):
 
 @triton.jit
 def load_key(key_ptr):
-    """(k0, k1, micro << 16, step) as uint32, from the op's int64 [3] (seed, step, micro)."""
+    """(k0, k1, micro << 16, step) as uint32 and first >> 3, from int64 [4] (seed, step, micro, first)."""
     seed = tl.load(key_ptr)
     step = tl.load(key_ptr + 1)
     micro = tl.load(key_ptr + 2)
     low: tl.constexpr = 0xFFFFFFFF
     k0 = (seed & low).to(tl.uint32)
     k1 = ((seed >> 32) & low).to(tl.uint32)
-    return k0, k1, ((micro & 0xFFFF) << 16).to(tl.uint32), (step & low).to(tl.uint32)
+    part = tl.load(key_ptr + 3) >> 3
+    return k0, k1, ((micro & 0xFFFF) << 16).to(tl.uint32), (step & low).to(tl.uint32), part
 
 
 @triton.jit
 def block_words(g, key, tag):
     """Philox words of block g (int64): draws of elements 8 g to 8 g + 7, two a word, the first one low."""
-    k0, k1, micro, step = key
+    k0, k1, micro, step, part = key
+    g = g + part
     c0 = (g & 0xFFFFFFFF).to(tl.uint32)
     c1 = ((g >> 32) & 0xFFFF).to(tl.uint32) | micro
     return philox(c0, c1, step, tag, k0, k1)

@@ -20,7 +20,7 @@ from nybble.kernels.cuda import launch_columns as by_columns
 from nybble.kernels.cuda import launch_rows as by_rows
 from nybble.kernels.cuda import launch_squares as by_squares
 from nybble.kernels.cuda import reasons
-from nybble.kernels.cuda.jit import cdiv, use_asm
+from nybble.kernels.cuda.jit import cdiv, use_asm, whole_key
 from nybble.kernels.cuda.launch_rows import Draw
 
 _log = logging.getLogger(__name__)
@@ -299,7 +299,7 @@ def _draw(rounding: str, key: Tensor | None, layer: int, operand: int, rows: Ten
     if rounding == "nearest" or key is None:
         return Draw()
     rows = None if rows is None else rows.to(torch.int64).contiguous()
-    return Draw(key=key.contiguous(), layer=layer, operand=operand, rows=rows)
+    return Draw(key=whole_key(key), layer=layer, operand=operand, rows=rows)
 
 
 def _computed(dtype: torch.dtype) -> torch.dtype:

@@ -9,6 +9,8 @@ from functools import cache
 
 import torch
 import triton
+from torch import Tensor
+from torch.nn.functional import pad
 
 INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
 MIN_CAPABILITY = (9, 0)
@@ -18,6 +20,11 @@ MIN_CAPABILITY = (9, 0)
 def use_asm(device: torch.device) -> bool:
     """Whether kernels on `device` may use Hopper's instructions."""
     return not INTERPRETED and torch.cuda.get_device_capability(device) >= MIN_CAPABILITY
+
+
+def whole_key(key: Tensor) -> Tensor:
+    """The int64 [4] that kernels read of a rounding key, whose `first` may be left out."""
+    return key.contiguous() if key.shape[0] == 4 else pad(key, (0, 1))
 
 
 def cdiv(a: int, b: int) -> int:

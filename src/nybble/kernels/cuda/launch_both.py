@@ -106,7 +106,7 @@ def launch(
         return twice(x, format, dtype, rounding, key, layer, operand_rows, operand_columns, rows, offs)
     from nybble.kernels.cuda import both as kernel
     from nybble.kernels.cuda import launch_columns as by_columns
-    from nybble.kernels.cuda.jit import cdiv, use_asm
+    from nybble.kernels.cuda.jit import cdiv, use_asm, whole_key
     from nybble.kernels.cuda.launch_rows import SCALES
 
     source = by_columns.as_source(x.detach())
@@ -123,7 +123,7 @@ def launch(
         source.pointer,
         first.view(torch.int32) if bf16 else first,
         second.view(torch.int32) if bf16 else second,
-        key,
+        None if key is None else whole_key(key),
         None if rows is None else rows.to(torch.int64).contiguous(),
         None if table is None else table.start,
         None if table is None else table.count,
