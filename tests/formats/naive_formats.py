@@ -53,6 +53,14 @@ def nvfp4_encode(xs: list, sf: int, enc: np.floating, draws: list | None) -> lis
     ]
 
 
+def power_of_two(amax: np.floating, outer_max: float) -> np.floating:
+    """The smallest outer_max * 2^-k that is not below amax, searched for."""
+    k = 140
+    while amax and f32(math.ldexp(outer_max, -k)) < amax:
+        k -= 1
+    return f32(math.ldexp(outer_max, -k)) if amax else f32(amax)
+
+
 def nvfp4_block(xs: list, amax: np.floating, draws: list | None = None) -> tuple[list[int], int]:
     enc = s_enc(amax, 2688)
     amax_b = max(abs(f32(x)) for x in xs)

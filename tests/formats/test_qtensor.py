@@ -103,7 +103,7 @@ def test_to_moves_every_part():
 
 def test_the_table_names_every_format_once():
     assert nybble.formats.names() == [f.name for f in map(get, names())]
-    assert len(set(names())) == len(names()) == 13
+    assert len(set(names())) == len(names()) == 15
 
 
 OFFS = torch.tensor([4], dtype=torch.int32)

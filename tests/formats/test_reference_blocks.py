@@ -46,6 +46,8 @@ def naive_matrix(x: np.ndarray, format: str, axis: int, outer: str, draws: np.nd
                 amax = np.abs(x[:, at[1]] if axis == -2 else x[at[0]]).max()
             else:
                 amax = np.abs(x).max()
+            if fmt.outer_pow2:
+                amax = naive.power_of_two(amax, 1536 if fmt.four_over_six else 2688)
             got, scale = block_of(
                 format, list(part.flatten()), amax, None if draws is None else list(draws[at].flatten())
             )

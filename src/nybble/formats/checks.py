@@ -10,7 +10,7 @@ from nybble.formats.outer import GRANULARITIES
 from nybble.formats.philox import check_range
 from nybble.formats.table import Format, get
 
-ROUNDINGS = ("nearest", "stochastic")
+ROUNDINGS = ("nearest", "stochastic", "eden")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -65,8 +65,10 @@ def check_rounding(
         return
     if fmt.passthrough:
         raise NybbleError(f"{fmt.name} is passed through and cannot be rounded stochastically; use nearest")
+    if rounding == "eden" and (not fmt.two_level or fmt.square or fmt.four_over_six):
+        raise NybbleError(f"MS-EDEN rounds to nvfp4 or nvfp4-pow2, not to {fmt.name}")
     if key is None:
-        raise NybbleError("stochastic rounding needs a key: nybble.key(seed, step, layer, operand)")
+        raise NybbleError(f"{rounding} rounding needs a key: nybble.key(seed, step, layer, operand)")
     if key.dtype != torch.int64 or key.dim() != 1 or key.shape[0] not in (3, 4):
         raise NybbleError(
             "key must be an int64 tensor [3] of (seed, step, micro), or [4] with the first element"

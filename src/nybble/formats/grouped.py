@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nybble.formats.blocks import capacity
 from nybble.formats.table import Format
 
 
@@ -43,10 +42,14 @@ class Packing:
 
 
 def packing(fmt: Format, offs: Tensor, tokens: int) -> Packing:
-    """The layout of groups that end at `offs` over `tokens` rows."""
-    block = fmt.block_cols or 1
+    """The layout, in blocks of `fmt`, of groups that end at `offs` over `tokens` rows."""
+    return pack_blocks(fmt.block_cols or 1, offs, tokens)
+
+
+def pack_blocks(block: int, offs: Tensor, tokens: int) -> Packing:
+    """The same in blocks of `block` rows."""
     groups = offs.shape[0]
-    size = capacity(fmt, tokens, groups)
+    size = block * (tokens // block + groups)
     ends = offs.to(torch.int64)
     starts = torch.cat([ends.new_zeros(1), ends])[:groups]
     padded_ends = torch.cumsum((ends - starts + block - 1) // block * block, 0)

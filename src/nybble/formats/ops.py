@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from nybble.formats import blocks, checks, reference
+from nybble.formats import hadamard as transforms
 from nybble.formats.table import Format
 
 
@@ -118,6 +119,35 @@ def fake_requantize(
         codes, scales, amax, format, axis, outer, shape, to_format, to_axis, dtype,
         rounding, to_outer, key, layer, operand, rows, offs,
     )  # fmt: skip
+
+
+@torch.library.custom_op("nybble::hadamard", mutates_args=())
+def hadamard(
+    x: Tensor,
+    axis: int,
+    size: int,
+    key: Tensor | None = None,
+    layer: int = 0,
+    operand: int = 0,
+    offs: Tensor | None = None,
+) -> Tensor:
+    """The Hadamard transform of x along an axis, in FP32: see `hadamard.py`."""
+    return transforms.transform(x, axis, size, key, layer, operand, offs)
+
+
+@hadamard.register_fake
+def _(
+    x: Tensor,
+    axis: int,
+    size: int,
+    key: Tensor | None = None,
+    layer: int = 0,
+    operand: int = 0,
+    offs: Tensor | None = None,
+) -> Tensor:
+    transforms.check_transform(x, axis, size, key, layer, operand, offs)
+    shape = transforms.transformed_shape(x.shape, axis, size, _groups(offs))
+    return x.new_empty(shape, dtype=torch.float32)
 
 
 def _groups(offs: Tensor | None) -> int | None:

@@ -3,6 +3,8 @@
 S_enc is 1 where amax is 0. The amax is taken over finite values, so that one NaN does not spoil its
 neighbours. What is stored is the amax; both scales are derived from it wherever they are needed, by IEEE
 division.
+Formats with `outer_pow2` store not the amax but the smallest outer_max * 2^-k that is not below it (FLT_MAX
+at most), so that the same division gives S_enc = 2^k, exactly.
 Granularity: "tensor" (one), "row" (one for each index of the other axes: one a token for activations along
 features), "matrix" (one for each leading index of a 3-D tensor, or for each group of `offs`).
 """
@@ -14,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nybble.formats import grouped
-from nybble.formats.fp32 import FLT_MAX, divide
+from nybble.formats.fp32 import FLT_MAX, bits, divide, from_bits
 from nybble.formats.table import Format
 
 GRANULARITIES = ("tensor", "row", "matrix")
@@ -30,6 +32,13 @@ def encode_scale(fmt: Format, amax: Tensor) -> Tensor:
 def decode_scale(fmt: Format, amax: Tensor) -> Tensor:
     """S_dec of outer amaxes, of their shape."""
     return divide(1.0, encode_scale(fmt, amax))
+
+
+def power_of_two(fmt: Format, amax: Tensor) -> Tensor:
+    """Amaxes that give powers of two as S_enc, each the smallest that is not below `amax`; 0 stays 0."""
+    down = from_bits(bits(encode_scale(fmt, amax)) & 0x7F800000)
+    assert fmt.outer_max is not None
+    return torch.where(amax == 0, amax, divide(fmt.outer_max, down).clamp(max=FLT_MAX))
 
 
 def measure(magnitudes: Tensor, axis: int, outer: str, offs: Tensor | None) -> Tensor:

@@ -15,6 +15,8 @@ Both are encoded as above. A candidate errs by the sum, element by element in lo
 square of ((code * sf) * amax) / 1536 - x; s4 wins only if its error is strictly smaller. With stochastic
 rounding both candidates use the same draws and the rounded values decide.
 
+Power-of-two outer scales are described in `outer.py`, MS-EDEN (rounding "eden") in `eden.py`.
+
 MXFP8, MXFP4: scale byte as in `e8m0.py`; code = element(clamp(x * 2^(127 - byte), +-element_max)).
 FP8: S = min(448 / amax_b, FLT_MAX), 1 where amax_b is 0; code = e4m3(clamp(x * S, +-448)); stored scale
 1 / S.
@@ -32,7 +34,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from nybble.formats import blocks, checks, e2m1, e4m3, e8m0, grouped, philox
+from nybble.formats import blocks, checks, e2m1, e4m3, e8m0, eden, grouped, philox
 from nybble.formats import outer as outer_scale
 from nybble.formats.fp32 import FLT_MAX, divide
 from nybble.formats.table import E2M1_MAX, E4M3_MAX, Format
@@ -56,7 +58,8 @@ def quantize(
         x: [..., R, C] or [C], float32, bfloat16 or float16, any strides.
         format: a name of the table.
         axis: -1 or -2, along which blocks run.
-        rounding: "nearest" or "stochastic"; the latter needs `key`, int64 [3] of (seed, step, micro).
+        rounding: "nearest", "stochastic" or "eden"; all but the first need `key`, int64 [3] of (seed, step,
+            micro).
         outer: "tensor", "row" or "matrix"; formats of one level ignore it.
         layer, operand, rows: the rest of what names a draw, see `philox.py`.
         offs: int32 [G], cumulative ends of the token groups of a 2-D x.
@@ -82,19 +85,23 @@ def quantize(
     finite = torch.isfinite(x)
     x = torch.where(finite, x, 0.0)
     bad = blocks.fold(_matrix(_store(~finite, axis, where)), fmt, axis).any(-1)
-    amax = outer_scale.measure(x.abs(), axis, outer, offs) if fmt.two_level else x.new_empty(0)
+    amax = measured(fmt, x, axis, rounding, outer, offs)
     stored = _store(x, axis, where)
     shape = stored.shape
     folded = blocks.fold(_matrix(stored), fmt, axis)
     draws = None
-    if rounding == "stochastic":
+    if rounding != "nearest":
         assert key is not None
         r = philox.draws(key, x.shape, layer, operand, rows)
         draws = blocks.fold(_matrix(_store(r, axis, where)), fmt, axis)
     if fmt.two_level:
         per_row = outer_scale.spread(amax, outer, x.shape, offs, where)
         per_block = _per_block(per_row, fmt, x.dim(), axis)
-        codes, scales = _encode_nvfp4(fmt, folded, per_block, draws)
+        if rounding == "eden":
+            assert draws is not None
+            codes, scales = eden.encode(fmt, folded, per_block, bad, draws[..., 0])
+        else:
+            codes, scales = _encode_nvfp4(fmt, folded, per_block, draws)
     elif fmt.scale == "e8m0":
         codes, scales = _encode_mx(fmt, folded, draws)
     else:
@@ -212,6 +219,16 @@ def fake_requantize(
     """`fake_quantize` of the full FP32 value of codes."""
     x = dequantize(codes, scales, amax, format, axis, shape, torch.float32, outer, True, offs)
     return fake_quantize(x, to_format, dtype, to_axis, rounding, to_outer, key, layer, operand, rows, offs)
+
+
+def measured(fmt: Format, x: Tensor, axis: int, rounding: str, outer: str, offs: Tensor | None) -> Tensor:
+    """The outer amax that is stored for finite values x, [0] for formats of one level."""
+    if not fmt.two_level:
+        return x.new_empty(0)
+    amax = outer_scale.measure(x.abs(), axis, outer, offs)
+    if rounding == "eden":
+        amax = eden.outer_amax(amax)
+    return outer_scale.power_of_two(fmt, amax) if fmt.outer_pow2 else amax
 
 
 def _encode_nvfp4(fmt: Format, x: Tensor, amax: Tensor, draws: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -11,6 +11,8 @@ nvfp4                  E2M1    1 x 16   E4M3  2688 / amax  nearest   4.5
 nvfp4-16x16            E2M1    16 x 16  E4M3  2688 / amax  nearest   4.03125
 nvfp4-4over6           E2M1    1 x 16   E4M3  1536 / amax  4 over 6  4.5
 nvfp4-16x16-4over6     E2M1    16 x 16  E4M3  1536 / amax  4 over 6  4.03125
+nvfp4-pow2             E2M1    1 x 16   E4M3  2^k          nearest   4.5
+nvfp4-4over6-pow2      E2M1    1 x 16   E4M3  2^k          4 over 6  4.5
 mxfp4                  E2M1    1 x 32   E8M0  --           up        4.25
 mxfp4-floor            E2M1    1 x 32   E8M0  --           floor     4.25
 mxfp8                  E4M3    1 x 32   E8M0  --           up        8.25
@@ -54,6 +56,8 @@ class Format:
     """How a block's scale is stored: "e4m3", "e8m0", "fp32", or None where there is none."""
     outer_max: float | None = None
     """Two-level formats: S_enc = outer_max / amax. None for formats of one level."""
+    outer_pow2: bool = False
+    """S_enc is that rounded down to a power of two: most values are then exact in the grids of MX formats."""
     scale_rule: str | None = None
     """How an E8M0 scale is rounded: "up" or "floor"."""
     four_over_six: bool = False
@@ -83,7 +87,7 @@ class Format:
         return self.outer_max is not None
 
 
-def _nvfp4(name: str, rows: int, four_over_six: bool, description: str) -> Format:
+def _nvfp4(name: str, rows: int, four_over_six: bool, description: str, outer_pow2: bool = False) -> Format:
     scale_max = FOUR_OVER_SIX_SCALE_MAX if four_over_six else E4M3_MAX
     return Format(
         name=name,
@@ -93,6 +97,7 @@ def _nvfp4(name: str, rows: int, four_over_six: bool, description: str) -> Forma
         block_cols=16,
         scale="e4m3",
         outer_max=E2M1_MAX * scale_max,
+        outer_pow2=outer_pow2,
         four_over_six=four_over_six,
         bits_per_value=4 + 8 / (rows * 16),
         description=description,
@@ -138,6 +143,14 @@ FORMATS: dict[str, Format] = {
         _nvfp4("nvfp4-16x16", 16, False, "NVFP4 with one scale a 16x16 tile, the same along both axes"),
         _nvfp4("nvfp4-4over6", 1, True, "NVFP4, each block scaled to 6 or to 4, whichever errs less"),
         _nvfp4("nvfp4-16x16-4over6", 16, True, "NVFP4 with 16x16 tiles and Four Over Six"),
+        _nvfp4("nvfp4-pow2", 1, False, "NVFP4 under a power of two as outer scale", outer_pow2=True),
+        _nvfp4(
+            "nvfp4-4over6-pow2",
+            1,
+            True,
+            "NVFP4, 4 over 6, under a power of two as outer scale",
+            outer_pow2=True,
+        ),
         _mx("mxfp4", "e2m1", "up", "MXFP4: 32 E2M1 values share a power of two, rounded up"),
         _mx("mxfp4-floor", "e2m1", "floor", "MXFP4 with the OCP floor rule"),
         _mx("mxfp8", "e4m3", "up", "MXFP8: 32 E4M3 values share a power of two, rounded up"),

@@ -1,12 +1,16 @@
 """Which implementation of an op runs: the fast one of the tensor's device, or the reference."""
 
+import logging
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 
 import torch
 
 from nybble.formats import table
+
+_log = logging.getLogger(__name__)
 
 Check = Callable[[table.Format], str | None]
 
@@ -32,6 +36,12 @@ def can_run(device: torch.device | str, format: str) -> str | None:
     if kind not in _checks:
         return f"there are no kernels for {kind} devices"
     return _checks[kind](fmt)
+
+
+@cache
+def say_once(reason: str) -> None:
+    """Log, once a process, why a call on a GPU goes to the reference."""
+    _log.info("the reference runs on the GPU: %s", reason)
 
 
 def forced() -> bool:

@@ -17,7 +17,7 @@ from nybble.formats import Operand as Role
 from nybble.layers import gemm, kept
 from nybble.layers.activation import Activation
 from nybble.layers.linear import planned
-from nybble.layers.operand import Codes, Values, cast, compute_dtype, outer, product
+from nybble.layers.operand import Codes, Values, cast, compute_dtype, ends_of, outer, product
 from nybble.layers.routing import Route, combine, route
 from nybble.layers.step import StepState
 from nybble.layers.weights import Spec, Weight, WeightCache
@@ -305,5 +305,6 @@ def _wgrad(
     draw = spec.draw(Role.WGRAD_X, key)._replace(rows=pairs)
     b, b_amax = kept.wgrad_operand(saved, spec.gemms, shape, compute, draw, ends)
     scale = product(outer(a_amax, wgrad.dy), outer(b_amax, wgrad.x))
+    ends = ends_of(ends, wgrad.x)
     out = gemm.grouped_columns(a, b, ends, dtype if scale is None else torch.float32)
     return out if scale is None else (out * (scale[:, None, None] if scale.dim() else scale)).to(dtype)

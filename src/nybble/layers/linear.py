@@ -101,20 +101,28 @@ class _Linear(torch.autograd.Function):
         spec = plan.weight.spec
         fprop = spec.gemms.fprop
         dtype = compute_dtype(x.device, fprop.x, fprop.w)
+        mean = shift = None
+        if fprop.x.subtract_mean:
+            # x @ W.T = (x - 1 mean) @ W.T + 1 (W mean).T, the second part in FP32 (arXiv 2603.10444).
+            mean = x.mean(0, dtype=torch.float32)
+            shift = torch.mv(weight.float(), mean)
+            x = x.float() - mean
         (values, amax), saved = kept.keep(
             x, spec.gemms, plan.keep_x, dtype, plan.draw(Role.FPROP_X, key, rows)
         )
         w, w_amax = plan.weight.fprop(weight, weight_key, dtype)
         scale = product(outer(amax, fprop.x), outer(w_amax, fprop.w))
-        ctx.save_for_backward(weight, rows, key.clone(), weight_key.clone(), *saved)
+        ctx.save_for_backward(weight, rows, key.clone(), weight_key.clone(), mean, *saved)
         ctx.plan, ctx.shape, ctx.has_bias = plan, x.shape, bias is not None
-        if bias is None:
-            return gemm.matmul(values, w.t(), scale, x.dtype)
-        return (gemm.matmul(values, w.t(), scale, torch.float32) + bias.float()).to(x.dtype)
+        if bias is not None:
+            shift = bias.float() if shift is None else shift + bias.float()
+        if shift is None:
+            return gemm.matmul(values, w.t(), scale, plan.x_dtype)
+        return (gemm.matmul(values, w.t(), scale, torch.float32) + shift).to(plan.x_dtype)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        weight, rows, key, weight_key, *saved = ctx.saved_tensors
+        weight, rows, key, weight_key, mean, *saved = ctx.saved_tensors
         plan: Plan = ctx.plan
         spec = plan.weight.spec
         gemms = spec.gemms
@@ -131,7 +139,9 @@ class _Linear(torch.autograd.Function):
                 a, a_amax = cast(dy, gemms.wgrad.dy, -2, dtype, plan.draw(Role.WGRAD_DY, key, rows))
             b, b_amax = kept.wgrad_operand(saved, gemms, ctx.shape, dtype, plan.draw(Role.WGRAD_X, key, rows))
             scale = product(outer(a_amax, gemms.wgrad.dy), outer(b_amax, gemms.wgrad.x))
-            dw = gemm.matmul(a.t(), b, scale, weight.dtype)
+            dw = gemm.matmul(a.t(), b, scale, weight.dtype if mean is None else torch.float32)
+            if mean is not None:
+                dw = dw.addr(dy.sum(0, dtype=torch.float32), mean).to(weight.dtype)
         if ctx.has_bias and ctx.needs_input_grad[2]:
             dbias = dy.sum(0, dtype=torch.float32).to(weight.dtype)
         return dx, dw, dbias, None, None, None, None

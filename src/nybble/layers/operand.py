@@ -13,6 +13,7 @@ from torch import Tensor
 
 import nybble.kernels  # noqa: F401  (registers the fast implementations of the ops)
 from nybble import formats
+from nybble.formats import hadamard
 from nybble.formats import outer as outer_scale
 from nybble.kernels import blackwell
 from nybble.recipes import Operand
@@ -44,6 +45,9 @@ class Draw(NamedTuple):
     rows: Tensor | None = None
 
 
+SIGNS = 64
+"""Added to the operand number of a product for the draws of the signs that its two operands share."""
+
 NATIVE = torch.uint8
 """The compute dtype of a GEMM that multiplies codes: its operands are never dequantised."""
 
@@ -65,8 +69,42 @@ def compute_dtype(
     return torch.float32 if full else torch.bfloat16
 
 
+def transformed(
+    x: Tensor, spec: Operand, axis: int, draw: Draw, offs: Tensor | None = None
+) -> tuple[Tensor, Draw, Tensor | None]:
+    """`x`, its draws and the ends of its groups, behind the Hadamard transform of `spec` if it has one."""
+    if not spec.hadamard:
+        return x, draw, offs
+    key = draw.key if spec.signs == "drawn" else None
+    shared = SIGNS + (draw.operand & ~1)  # the two operands of a product have numbers 2n and 2n + 1
+    y = torch.ops.nybble.hadamard(x, axis, spec.hadamard, key, draw.layer, shared, offs)
+    rows = draw.rows
+    if offs is None:
+        if rows is not None and axis == -2:
+            more = torch.arange(1, y.shape[0] - x.shape[0] + 1, device=x.device)
+            rows = torch.cat([rows, rows[-1:] + more])
+        return y, draw._replace(rows=rows), None
+    rows = hadamard.transformed_rows(rows, offs, x.shape[0], spec.hadamard)
+    return y, draw._replace(rows=rows), hadamard.transformed_ends(offs, spec.hadamard)
+
+
+def ends_of(offs: Tensor, spec: Operand) -> Tensor:
+    """Where the groups of a wgrad operand end that `cast` made with `offs`."""
+    return hadamard.transformed_ends(offs, spec.hadamard) if spec.hadamard else offs
+
+
+def shape_of(shape: Sequence[int], spec: Operand, axis: int) -> list[int]:
+    """Logical shape of the codes of a tensor of `shape` without groups."""
+    return hadamard.transformed_shape(shape, axis, spec.hadamard, None) if spec.hadamard else list(shape)
+
+
 def encode(x: Tensor, spec: Operand, axis: int, draw: Draw, offs: Tensor | None = None) -> Codes:
     """Codes of `x` along `axis`."""
+    x, draw, offs = transformed(x, spec, axis, draw, offs)
+    return _encode(x, spec, axis, draw, offs)
+
+
+def _encode(x: Tensor, spec: Operand, axis: int, draw: Draw, offs: Tensor | None) -> Codes:
     if spec.format in _PLAIN:
         none = x.new_empty(0, dtype=torch.float32)
         return Codes(x.to(_PLAIN[spec.format]), none, none)
@@ -98,10 +136,11 @@ def cast(
     x: Tensor, spec: Operand, axis: int, dtype: torch.dtype, draw: Draw, offs: Tensor | None = None
 ) -> Values:
     """Values of `x` after a quantisation whose codes nobody needs."""
+    x, draw, offs = transformed(x, spec, axis, draw, offs)
     if spec.format in _PLAIN:
         return Values(x.to(_PLAIN[spec.format]).to(dtype), x.new_empty(0, dtype=torch.float32))
     if dtype == NATIVE:
-        codes = encode(x, spec, axis, draw, offs)
+        codes = _encode(x, spec, axis, draw, offs)
         operand = blackwell.coded(codes.codes, codes.scales, spec.format, tuple(x.shape), axis, offs)
         return Values(operand, codes.amax)
     return Values(
@@ -125,9 +164,9 @@ def recast(
     """Values of codes brought back to FP32 and rounded again as `to` along `to_axis`."""
     if spec.format in _PLAIN:
         return cast(codes.codes, to, to_axis, dtype, draw, offs)
-    if to.format in _PLAIN:
+    if to.format in _PLAIN or to.hadamard:
         return cast(
-            decode(codes, spec, axis, shape, torch.float32, apply_outer=True), to, to_axis, dtype, draw
+            decode(codes, spec, axis, shape, torch.float32, apply_outer=True), to, to_axis, dtype, draw, offs
         )
     if dtype == NATIVE:
         new, scales, amax = torch.ops.nybble.requantize(
@@ -164,4 +203,4 @@ def product(a: Tensor | None, b: Tensor | None) -> Tensor | None:
 
 
 def _draw(spec: Operand, draw: Draw) -> tuple[Tensor | None, int, int, Tensor | None]:
-    return (draw.key if spec.rounding == "stochastic" else None, draw.layer, draw.operand, draw.rows)
+    return (None if spec.rounding == "nearest" else draw.key, draw.layer, draw.operand, draw.rows)

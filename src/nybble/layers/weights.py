@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from nybble import formats
 from nybble.formats import Operand as Role
-from nybble.layers.operand import NATIVE, Codes, Draw, Values, cast, decode, encode, recast
+from nybble.layers.operand import NATIVE, Codes, Draw, Values, cast, decode, encode, recast, shape_of
 from nybble.recipes import GemmTable
 
 VALUES_LIMIT = {"cpu": 64 << 20, "cuda": 512 << 20}
@@ -38,6 +38,7 @@ class Spec(NamedTuple):
         return (
             plain
             and dgrad.dy.format == wgrad.dy.format
+            and not (dgrad.dy.hadamard or wgrad.dy.hadamard)
             and ("fp32" not in formats_of or len(formats_of) == 1)
         )
 
@@ -155,7 +156,8 @@ class Weight(NamedTuple):
         gemms = self.spec.gemms
         if name == "fprop":
             return Values(decode(codes, gemms.fprop.w, -1, weight.shape, dtype), codes.amax)
-        return Values(decode(codes, gemms.dgrad.w, -2, weight.shape, dtype), codes.amax)
+        shape = shape_of(weight.shape, gemms.dgrad.w, -2)
+        return Values(decode(codes, gemms.dgrad.w, -2, shape, dtype), codes.amax)
 
     def _draw(self, role: Role, key: Tensor) -> Draw:
         if self.first:
@@ -167,4 +169,8 @@ class Weight(NamedTuple):
         """Both passes use the same values: BF16 has no axis, and square blocks are the same along either."""
         w, d = self.spec.gemms.fprop.w, self.spec.gemms.dgrad.w
         fmt = formats.get(w.format)
-        return w.format == d.format and (fmt.passthrough or (fmt.square and d.source == "forward"))
+        return (
+            w.format == d.format
+            and not d.hadamard
+            and (fmt.passthrough or (fmt.square and d.source == "forward"))
+        )

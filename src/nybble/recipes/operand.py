@@ -13,7 +13,7 @@ from typing import Any
 from nybble.errors import RecipeError
 from nybble.formats import table as formats
 
-ROUNDINGS = ("nearest", "stochastic")
+ROUNDINGS = ("nearest", "stochastic", "eden")
 SOURCES = ("original", "forward")
 OPERANDS = ("fprop.x", "fprop.w", "dgrad.dy", "dgrad.w", "wgrad.dy", "wgrad.x")
 # One scale a token keeps a token's numbers independent of its batch; a weight is one matrix; along T a scale
@@ -28,6 +28,11 @@ OUTERS = {
     "wgrad.x": ("matrix", "tensor"),
 }
 FROM_FORWARD = ("dgrad.w", "wgrad.x")
+HADAMARD_SIZES = (16, 32, 64, 128)
+SIGNS = ("fixed", "drawn")
+EDEN_FORMATS = ("nvfp4", "nvfp4-pow2")
+CENTRED = ("fprop.x", "wgrad.x")
+KEYS = ("format", "rounding", "outer", "source", "hadamard", "signs", "subtract_mean")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,12 +42,18 @@ class Operand:
     format: str = "bf16"
     """A name of `nybble.formats`."""
     rounding: str = "nearest"
-    """"nearest" or "stochastic"."""
+    """"nearest", "stochastic" or "eden" (MS-EDEN: elements to nearest, scales stochastic)."""
     outer: str = "tensor"
     """Granularity of the outer scale of two-level formats: "row" (a token), "matrix" (an expert) or
     "tensor"."""
     source: str = "original"
     """"original", or "forward": re-rounded from the value that the forward pass used."""
+    hadamard: int = 0
+    """Size of the Hadamard transform along the summed axis before quantising; 0 for none."""
+    signs: str = "fixed"
+    """Of the Hadamard transform: "fixed", or "drawn" for each step and layer."""
+    subtract_mean: bool = False
+    """Quantise what is left after the mean over tokens; the mean's part of the product stays in FP32."""
 
     @property
     def quantised(self) -> bool:
@@ -55,14 +66,16 @@ class Operand:
         return formats.get(self.format).block_cols
 
     def text(self) -> str:
-        """A cell of the printed table: format, `:row` outer scale, `~` stochastic, `<` from the forward
-        value."""
+        """A cell of the printed table; the table's legend explains the signs."""
         outer = f":{self.outer}" if formats.get(self.format).two_level and self.outer != "tensor" else ""
         return (
             self.format
             + outer
-            + ("~" if self.rounding == "stochastic" else "")
+            + {"nearest": "", "stochastic": "~", "eden": "~~"}[self.rounding]
             + ("<" if self.source == "forward" else "")
+            + ("-mean" if self.subtract_mean else "")
+            + (f"+h{self.hadamard}" if self.hadamard else "")
+            + ("~" if self.hadamard and self.signs == "drawn" else "")
         )
 
 
@@ -70,11 +83,9 @@ def operand(role: str, value: str | Mapping[str, Any]) -> Operand:
     """The operand called `role` ("fprop.x") from a format name or a table of keys; RecipeError if it makes no
     sense."""
     entry: dict[str, Any] = {"format": value} if isinstance(value, str) else dict(value)
-    unknown = set(entry) - {"format", "rounding", "outer", "source"}
+    unknown = set(entry) - set(KEYS)
     if unknown:
-        raise RecipeError(
-            f"unknown key {sorted(unknown)[0]!r} of {role}; the keys are format, rounding, outer, source"
-        )
+        raise RecipeError(f"unknown key {sorted(unknown)[0]!r} of {role}; the keys are {', '.join(KEYS)}")
     name = entry.get("format", "bf16")
     if name not in formats.names():
         raise RecipeError(f"unknown format {name!r} of {role}; choose one of {', '.join(formats.names())}")
@@ -86,13 +97,59 @@ def operand(role: str, value: str | Mapping[str, Any]) -> Operand:
         raise RecipeError(
             f"{role} cannot have source 'forward': only {' and '.join(FROM_FORWARD)} were forward tensors"
         )
-    if rounding == "stochastic" and row.passthrough:
+    if rounding != "nearest" and row.passthrough:
         raise RecipeError(f"{role} is {name}, which is passed through, so its rounding must be 'nearest'")
     if row.square and not role.endswith(".w"):
         raise RecipeError(
             f"{role} cannot be {name}: its square blocks would mix tokens; use them for weights only"
         )
-    return Operand(format=name, rounding=rounding, outer=outer if row.two_level else "tensor", source=source)
+    made = Operand(
+        format=name,
+        rounding=rounding,
+        outer=outer if row.two_level else "tensor",
+        source=source,
+        hadamard=_hadamard(role, entry.get("hadamard", 0)),
+        signs=_choice(role, "signs", entry.get("signs", SIGNS[0]), SIGNS),
+        subtract_mean=_flag(role, "subtract_mean", entry.get("subtract_mean", False)),
+    )
+    _check(role, made)
+    return made
+
+
+def _check(role: str, made: Operand) -> None:
+    """RecipeError for extensions that do not go together."""
+    if made.signs == "drawn" and not made.hadamard:
+        raise RecipeError(f"{role} has signs but no Hadamard transform; add hadamard = 16")
+    if made.hadamard and formats.get(made.format).square:
+        raise RecipeError(
+            f"{role} cannot have a Hadamard transform: {made.format} blocks lie along both axes"
+        )
+    if made.subtract_mean and role not in CENTRED:
+        raise RecipeError(f"{role} cannot have its mean subtracted; only {' and '.join(CENTRED)} can")
+    if made.rounding == "eden":
+        if made.format not in EDEN_FORMATS:
+            raise RecipeError(f"{role} is {made.format}, but eden rounds to {' or '.join(EDEN_FORMATS)} only")
+        if (made.hadamard, made.signs) != (128, "drawn"):
+            raise RecipeError(
+                f"{role} is rounded by eden, which is unbiased only behind a Hadamard transform of 128 with "
+                'drawn signs; add hadamard = 128, signs = "drawn"'
+            )
+
+
+def _hadamard(role: str, value: Any) -> int:
+    if isinstance(value, bool) or value not in (0, *HADAMARD_SIZES):
+        raise RecipeError(
+            f"unknown hadamard {value!r} of {role}; choose {', '.join(map(str, HADAMARD_SIZES))} or 0"
+        )
+    if value and role.startswith("fprop"):
+        raise RecipeError(f"{role} cannot have a Hadamard transform; only operands of dgrad and wgrad can")
+    return int(value)
+
+
+def _flag(role: str, key: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise RecipeError(f"{key} of {role} must be true or false, not {value!r}")
+    return value
 
 
 def _choice(role: str, key: str, value: Any, valid: tuple[str, ...]) -> str:
@@ -151,6 +208,18 @@ class GemmTable:
     def quantised(self) -> bool:
         """True when any operand leaves BF16 or FP32."""
         return any(self.get(role).quantised for role in OPERANDS)
+
+    def fault(self, kind: str) -> str:
+        """What two operands of a module of `kind` contradict each other in; empty when all is well."""
+        for a, b in (("dgrad.dy", "dgrad.w"), ("wgrad.dy", "wgrad.x")):
+            one, other = self.get(a), self.get(b)
+            if (one.hadamard, one.signs) != (other.hadamard, other.signs):
+                return f"{a} and {b} are one product, so give both the same hadamard and signs"
+        if self.fprop.x.subtract_mean != self.wgrad.x.subtract_mean:
+            return "fprop.x and wgrad.x are one tensor, so give both the same subtract_mean"
+        if kind == "experts" and self.fprop.x.subtract_mean:
+            return "subtract_mean is for linear layers; leave it out for experts"
+        return ""
 
     def texts(self) -> tuple[str, ...]:
         """The six cells of the printed table, in the order of OPERANDS."""

@@ -85,8 +85,12 @@ def _rule(rule: Rule) -> dict[str, Any]:
     return out
 
 
-def _operand(value: Operand) -> dict[str, str]:
-    out = {"format": value.format, "rounding": value.rounding, "source": value.source}
+def _operand(value: Operand) -> dict[str, Any]:
+    out: dict[str, Any] = {"format": value.format, "rounding": value.rounding, "source": value.source}
     if formats.get(value.format).two_level:
         out["outer"] = value.outer
+    if value.hadamard:
+        out |= {"hadamard": value.hadamard, "signs": value.signs}
+    if value.subtract_mean:
+        out["subtract_mean"] = True
     return out

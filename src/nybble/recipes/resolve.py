@@ -60,6 +60,8 @@ def resolve(recipe: Recipe, model: nn.Module) -> Table:
         if not count and not rule.optional:
             raise RecipeError(_nothing(rule, named, protected, layers))
     for row in rows:
+        if fault := row.gemms.fault(row.kind):
+            raise RecipeError(f"{row.name}: {fault} ({row.rules[-1] if row.rules else recipe.source})")
         _check_blocks(recipe, row)
     inside = {name for name, _ in named}
     return Table(recipe=recipe, rows=tuple(rows), kept=tuple(_kept(model, inside)))

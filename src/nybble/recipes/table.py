@@ -7,7 +7,11 @@ from dataclasses import dataclass
 from nybble.recipes.operand import OPERANDS, GemmTable
 from nybble.recipes.recipe import Recipe
 
-_LEGEND = "format:outer scale   ~ stochastic rounding   < re-rounded from the value of the forward pass"
+_LEGEND = (
+    "format:outer scale   ~ stochastic rounding   ~~ MS-EDEN   < re-rounded from the value of the forward "
+    "pass\n-mean the mean over tokens is subtracted   +h16 behind a Hadamard transform of 16   +h128~ with "
+    "drawn signs"
+)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,6 +6,7 @@ numba is imported, and kernels are compiled, when an op first runs.
 from typing import Any
 
 from nybble.formats import ops, reference
+from nybble.formats.hadamard import transform
 from nybble.formats.table import Format
 from nybble.kernels import dispatch
 
@@ -15,7 +16,7 @@ def _can_run(fmt: Format) -> str | None:
 
 
 def _implement(name: str) -> None:
-    plain = getattr(reference, name)
+    plain = transform if name == "hadamard" else getattr(reference, name)
 
     def run(*arguments: Any, **named: Any) -> Any:
         if dispatch.forced():
@@ -30,5 +31,5 @@ def _implement(name: str) -> None:
 def register() -> None:
     """Make the CPU kernels the implementation of `torch.ops.nybble.*` for CPU tensors."""
     dispatch.provide("cpu", _can_run)
-    for name in ("quantize", "dequantize", "fake_quantize", "requantize", "fake_requantize"):
+    for name in ("quantize", "dequantize", "fake_quantize", "requantize", "fake_requantize", "hadamard"):
         _implement(name)

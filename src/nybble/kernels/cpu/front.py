@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from nybble.formats import checks, reference, table
+from nybble.kernels.cpu import eden, rotate
 from nybble.kernels.cpu.job import Job, Rows, rows_of, to_codes, to_values
 from nybble.kernels.cpu.source import NO_SOURCE, Source, decoded, stored_rows
 
@@ -31,6 +32,8 @@ def quantize(
     if fmt.passthrough or x.numel() == 0:
         return reference.quantize(x, format, axis, rounding, outer, key, layer, operand, rows, offs)
     job = Job(fmt, x.shape, axis, rounding, outer, key, layer, operand, rows, offs)
+    if rounding == "eden":
+        return eden.quantize(job, x)
     return to_codes(job, rows_of(x), NO_SOURCE)
 
 
@@ -54,6 +57,9 @@ def fake_quantize(
             x, format, dtype, axis, rounding, outer, key, layer, operand, rows, offs
         )
     job = Job(fmt, x.shape, axis, rounding, outer, key, layer, operand, rows, offs)
+    if rounding == "eden":
+        coded = eden.quantize(job, x)
+        return decoded(*coded, fmt, axis, x.shape, outer, False, offs).to(dtype), coded[2]
     return to_values(job, rows_of(x), NO_SOURCE, dtype)
 
 
@@ -74,6 +80,19 @@ def dequantize(
     if fmt.passthrough or math.prod(shape) == 0:
         return reference.dequantize(codes, scales, amax, format, axis, shape, dtype, outer, apply_outer, offs)
     return decoded(codes, scales, amax, fmt, axis, torch.Size(shape), outer, apply_outer, offs).to(dtype)
+
+
+def hadamard(
+    x: Tensor,
+    axis: int,
+    size: int,
+    key: Tensor | None = None,
+    layer: int = 0,
+    operand: int = 0,
+    offs: Tensor | None = None,
+) -> Tensor:
+    """See `hadamard.transform`."""
+    return rotate.transform(x, axis, size, key, layer, operand, offs)
 
 
 def requantize(

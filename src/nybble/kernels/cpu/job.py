@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from nybble.formats import blocks
+from nybble.formats.outer import power_of_two
 from nybble.formats.table import Format
 from nybble.kernels.cpu import layout
 from nybble.kernels.cpu import scales as scale_rules
@@ -126,6 +127,8 @@ def _run(
     fused = fmt.two_level and outer == "row" and not down
     if fmt.two_level and not fused:
         _measure(x, tiles, columns, outer == "row", amax)
+        if fmt.outer_pow2:
+            amax.copy_(power_of_two(fmt, amax))
     shift = SINGLE if down and not fmt.square else shift_of(fmt, columns)
     span = min(columns, _span(fmt, tile_rows, columns))
     width = columns if fused or (tile_rows == 1 and len(tiles) > MANY_TILES) else span
@@ -150,9 +153,10 @@ def _run(
         fmt.outer_max or 1.0,
         flat(amax) if fmt.two_level else NO_FLOATS,
         fused,
+        fmt.outer_pow2,
         outer == "row" and down,
         job.stochastic,
-        _key_words(job),
+        key_words(job),
         _row_names(job),
         values is not None,
         NO_FLOATS if values is None else flat(values),
@@ -205,8 +209,9 @@ def _measure(x: Rows, tiles: layout.Tiles, columns: int, per_column: bool, amax:
         )
 
 
-def _key_words(job: Job) -> Any:
-    if not job.stochastic or job.key is None:
+def key_words(job: Job) -> Any:
+    """uint64 [6], see `fill_draws`."""
+    if job.rounding == "nearest" or job.key is None:
         return NO_KEY
     seed, step, micro, *part = (int(v) for v in job.key.tolist())
     low = 0xFFFFFFFF

@@ -40,6 +40,14 @@ def outer_scales(amax: Any, n: int, outer_max: Any, encode: Any, decode: Any) ->
 
 
 @helper
+def power_of_two(amax: Any, outer_max: Any) -> Any:
+    """The smallest outer_max * 2^-k that is not below an outer amax; 0 stays 0."""
+    s = min(F32(outer_max) / amax, FLT_MAX)
+    down = as_float(U32(as_bits(s) & INFINITY))
+    return amax if amax == F32(0) else min(F32(outer_max) / down, FLT_MAX)
+
+
+@helper
 def e4m3_scales(
     peak: Any,
     n: int,

@@ -42,6 +42,7 @@ from nybble.kernels.cpu.scales import (
     e8m0_scales,
     fp32_scales,
     outer_scales,
+    power_of_two,
 )
 
 SIX, FOUR, FINAL = 0, 1, 2  # passes over a tile: the two candidates of Four Over Six, then what is stored
@@ -103,6 +104,7 @@ def quantize_tiles(
     outer_max: float,
     amax: Any,
     measure: bool,
+    outer_pow2: bool,
     outer_per_column: bool,
     stochastic: bool,
     key: Any,
@@ -126,8 +128,8 @@ def quantize_tiles(
         source: rows are decoded from source_* instead (see `decode.py`; each row has its own row of scales;
             source_outer float32 [R] is S_dec).
         shift: see `blocks.py`. width and span are multiples of a block, or cover the row.
-        amax: float32, outer amaxes; written first if `measure` (a tile is a whole row). With
-            outer_per_column, column c's is c behind the tile's.
+        amax: float32, outer amaxes; written first if `measure` (a tile is a whole row), for a power of two as
+            outer scale if outer_pow2. With outer_per_column, column c's is c behind the tile's.
         key: uint64 [6], see `fill_draws`; rows int64 [R] or [0]: the row index that names a row's draws.
         values: float32 [R, columns], flat, written if want_values; else codes, uint8 rows of code_bytes, and
             scales (float32 ones for RULE_FP32), rows of scale_columns; `transposed` stores columns as rows.
@@ -161,9 +163,8 @@ def quantize_tiles(
         low = (item - t * items_per_tile) * width
         if measure:
             at = start * columns
-            amax[outer] = (
-                finite_amax_bf16(halves, at, columns) if halves.size else finite_amax(x, at, columns)
-            )
+            largest = finite_amax_bf16(halves, at, columns) if halves.size else finite_amax(x, at, columns)
+            amax[outer] = power_of_two(largest, outer_max) if outer_pow2 else largest
         for c in range(low, min(columns, low + width), span):
             n = min(span, columns - c)
             nb = block_count(n, shift)

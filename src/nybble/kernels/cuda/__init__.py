@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from nybble.formats import ops, reference
+from nybble.formats.hadamard import transform
 from nybble.formats.table import Format
 from nybble.kernels import dispatch
 from nybble.kernels.cuda import launch_both
@@ -16,6 +17,8 @@ def _can_run(fmt: Format) -> str | None:
         return f"{fmt.name} is a cast, which torch does"
     if fmt.four_over_six and fmt.square:
         return f"{fmt.name} adds the errors of a block in one sequence, which no kernel does"
+    if fmt.outer_pow2:
+        return f"{fmt.name} makes its outer scale a power of two, which no kernel does"
     from nybble.kernels.cuda import reasons
 
     return reasons.device(torch.device("cuda")) if torch.cuda.is_available() else "there is no CUDA device"
@@ -30,10 +33,18 @@ def _implement(name: str) -> None:
         first = arguments[0] if arguments else next(iter(named.values()))
         if dispatch.forced() or reasons.device(first.device) is not None:
             return plain(*arguments, **named)
+        if (reason := reasons.rounding((*arguments, *named.values()))) is not None:
+            dispatch.say_once(reason)
+            return plain(*arguments, **named)
         with torch.cuda.device(first.device):
             return getattr(front, name)(*arguments, **named)
 
     getattr(ops, name).register_kernel("cuda")(run)
+
+
+def _hadamard(*arguments: Any, **named: Any) -> torch.Tensor:
+    dispatch.say_once("the Hadamard transform has no kernel")
+    return transform(*arguments, **named)
 
 
 def _both(x: torch.Tensor, *arguments: Any, **named: Any) -> Any:
@@ -52,4 +63,5 @@ def register() -> None:
     dispatch.provide("cuda", _can_run)
     for name in ("quantize", "dequantize", "fake_quantize", "requantize", "fake_requantize"):
         _implement(name)
+    ops.hadamard.register_kernel("cuda")(_hadamard)
     launch_both.fake_quantize_both.register_kernel("cuda")(_both)

@@ -4,11 +4,9 @@ Signatures, shapes and results are those of `formats.reference`, bit for bit. Wh
 reference on the GPU, with one logged reason.
 """
 
-import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -22,15 +20,10 @@ from nybble.kernels.cuda import launch_squares as by_squares
 from nybble.kernels.cuda import reasons
 from nybble.kernels.cuda.jit import cdiv, use_asm, whole_key
 from nybble.kernels.cuda.launch_rows import Draw
+from nybble.kernels.dispatch import say_once
 
-_log = logging.getLogger(__name__)
 OUTER_NONE, OUTER_ROW, OUTER_GIVEN = 0, 1, 2
 PER_FEATURE, PER_LEAD, PER_GROUP, ONE = 1, 2, 3, 4
-
-
-@cache
-def _say_once(reason: str) -> None:
-    _log.info("the reference runs on the GPU: %s", reason)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -76,7 +69,7 @@ def quantize(
     fmt = checks.check_quantize(x, format, axis, rounding, outer, key, layer, operand, rows, offs)
     reason = reasons.quantize(fmt, x.shape, axis, outer, offs, values=False)
     if reason is not None:
-        _say_once(reason)
+        say_once(reason)
         return reference.quantize(x, format, axis, rounding, outer, key, layer, operand, rows, offs)
     job = Job(
         fmt=fmt,
@@ -107,7 +100,7 @@ def fake_quantize(
     fmt = checks.check_quantize(x, format, axis, rounding, outer, key, layer, operand, rows, offs)
     reason = reasons.quantize(fmt, x.shape, axis, outer, offs, values=True)
     if reason is not None:
-        _say_once(reason)
+        say_once(reason)
         return reference.fake_quantize(
             x, format, dtype, axis, rounding, outer, key, layer, operand, rows, offs
         )
@@ -140,7 +133,7 @@ def dequantize(
     fmt = checks.check_layout(shape, format, axis, outer, offs)
     reason = reasons.dequantize(fmt, shape, axis, offs)
     if reason is not None:
-        _say_once(reason)
+        say_once(reason)
         return reference.dequantize(codes, scales, amax, format, axis, shape, dtype, outer, apply_outer, offs)
     stored = blocks.stored_shape(fmt, tuple(shape), axis, None)
     rows, length = math.prod(stored[:-1]), stored[-1]

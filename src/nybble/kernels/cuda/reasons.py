@@ -1,8 +1,9 @@
 """Why a call has no Triton kernel, in a few words; None where it has one."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,12 +22,20 @@ def device(of: torch.device) -> str | None:
     return None
 
 
+def rounding(arguments: Iterable[Any]) -> str | None:
+    """For the rounding among the arguments of any op."""
+    eden = any(isinstance(value, str) and value == "eden" for value in arguments)
+    return "MS-EDEN has no kernel" if eden else None
+
+
 def quantize(
     fmt: Format, shape: Sequence[int], axis: int, outer: str, offs: Tensor | None, *, values: bool
 ) -> str | None:
     """For quantize (codes) and fake_quantize (values)."""
     if fmt.passthrough:
         return f"{fmt.name} is a cast, which torch does"
+    if fmt.outer_pow2:
+        return f"{fmt.name} makes its outer scale a power of two, which no kernel does"
     if math.prod(shape) == 0 or (offs is not None and offs.numel() == 0):
         return "there is nothing to quantise"
     lead = math.prod(shape[:-2])
