@@ -213,3 +213,44 @@ def test_the_recipe_in_the_documentation_does_what_its_comments_say(tmp_path):
     assert rows[2] == rows[4] == ("nvfp4:row", "nvfp4:matrix", "mxfp8", "mxfp8~<", "mxfp8", "mxfp8~<")
     assert rows[5] == ("mxfp8", "mxfp8", *rows[4][2:])
     assert resolved.row("layers.5.q_proj").gemms.texts() == rows[4]
+
+
+SCHEDULED = [
+    {"modules": "**", "all": "mxfp8"},
+    {"modules": "**.q_proj", "fprop": "bf16", "after": 0.82},
+    {"modules": "**.experts", "fprop": "nvfp4", "after": 40},
+]
+
+
+def test_rules_come_into_force_after_a_step_or_a_share_of_the_steps():
+    recipe = load_recipe({"rule": SCHEDULED})
+    assert recipe.starts(100) == (0, 40, 82)
+    resolved = resolve(recipe, Model(2), steps=100)
+    fprop = {
+        start: {row.name: row.gemms.fprop.x.format for row in rows}
+        for start, rows in ((0, resolved.rows), *resolved.later)
+    }
+    assert [fprop[start]["layers.0.q_proj"] for start in (0, 40, 82)] == ["mxfp8", "mxfp8", "bf16"]
+    assert [fprop[start]["layers.0.experts"] for start in (0, 40, 82)] == ["mxfp8", "nvfp4", "nvfp4"]
+    text = resolved.text()
+    assert text.index("from step 40 on") < text.index("nvfp4:row") < text.index("from step 82 on")
+    assert "layers.{0-1}.q_proj" in text[text.index("from step 82 on") :]
+
+
+def test_the_recipe_in_force_at_a_step_has_no_schedule_and_survives_saving():
+    recipe = load_recipe({"rule": SCHEDULED})
+    assert load_recipe(recipe.to_dict()) == recipe
+    assert [len(recipe.at(step, 100).rules) for step in (0, 39, 40, 81, 82)] == [1, 1, 2, 2, 3]
+    assert recipe.at(99, 100).starts(None) == (0,)
+    assert recipe.at(99, 100).hash() != recipe.hash()
+
+
+def test_a_share_of_unknown_steps_says_what_to_do():
+    with pytest.raises(RecipeError, match=r"after 0\.82 of the steps, so say how many"):
+        table(SCHEDULED)
+
+
+@pytest.mark.parametrize("after", [0, -3, 1.0, "one half", True])
+def test_a_wrong_moment_names_the_choices(after):
+    with pytest.raises(RecipeError, match="a step, a whole number of at least 1, or a share"):
+        load_recipe({"rule": [{"modules": "**", "all": "bf16", "after": after}]})

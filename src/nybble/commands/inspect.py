@@ -33,5 +33,5 @@ def main(arguments: list[str]) -> int:
         model = Inkling2ForCausalLM(preset.model_config())
     parameters = sum(p.numel() for p in model.parameters())
     print(f"{preset.name}: {preset.description}; {parameters / 1e6:.1f} M parameters")
-    print(resolve(recipe, model).text(), end="")
+    print(resolve(recipe, model, preset.steps).text(), end="")
     return 0

@@ -12,7 +12,7 @@ from nybble.layers.experts import DOWN, Experts, experts_class
 from nybble.layers.linear import Linear, linear_class
 from nybble.layers.step import StepState
 from nybble.layers.weights import Spec, WeightCache
-from nybble.recipes import Recipe, Row, Table, load_recipe, resolve
+from nybble.recipes import GemmTable, Recipe, Row, Table, load_recipe, resolve
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +29,12 @@ class Report:
         return self.resolved.text()
 
 
-def convert(model: nn.Module, recipe: "str | Path | Mapping[str, Any] | Recipe", seed: int = 0) -> Report:
+def convert(
+    model: nn.Module,
+    recipe: "str | Path | Mapping[str, Any] | Recipe",
+    seed: int = 0,
+    steps: int | None = None,
+) -> Report:
     """Give each linear layer and each module of fused experts in `model` the precision that `recipe` says.
 
     Modules are swapped in place; parameters stay the same objects under the same names, so that state dicts,
@@ -41,16 +46,18 @@ def convert(model: nn.Module, recipe: "str | Path | Mapping[str, Any] | Recipe",
             `down_proj` [E, H, I]) are found inside it.
         recipe: a built-in name, a TOML file, a dict or a Recipe.
         seed: of the draws of stochastic rounding; `set_step` may change it.
+        steps: of the run, which a recipe that changes after a fraction of them must know; `set_step` then
+            makes the change.
     Raises:
         RecipeError: when a rule matches nothing, a feature axis is not a whole number of blocks, or a module
         cannot be
             computed as the recipe asks. The model is then unchanged.
     """
     chosen = load_recipe(recipe)
-    table = resolve(chosen, model)
+    table = resolve(chosen, model, steps)
     modules = dict(model.named_modules())
     unfit = {row.name: _unfit(row, modules[row.name]) for row in table.rows}
-    for row in table.rows:
+    for row in (row for rows in (table.rows, *(rows for _, rows in table.later)) for row in rows):
         if unfit[row.name] and not row.protected and row.gemms.quantised:
             raise RecipeError(
                 f"{row.name} ({type(modules[row.name]).__name__}) {unfit[row.name]}, which Nybble's experts "
@@ -59,7 +66,8 @@ def convert(model: nn.Module, recipe: "str | Path | Mapping[str, Any] | Recipe",
     state = StepState(seed)
     for layer, row in enumerate(table.rows):
         if not row.protected and not unfit[row.name]:
-            _swap(modules[row.name], row, layer, chosen, state)
+            phases = [(0, row.gemms), *((start, rows[layer].gemms) for start, rows in table.later)]
+            _swap(modules[row.name], row, layer, chosen, state, tuple(phases))
     for parameter in model.parameters():
         state.keys(parameter.device)
     return Report(recipe=chosen, resolved=table, state=state)
@@ -79,8 +87,17 @@ def _unfit(row: Row, module: nn.Module) -> str:
     return "" if hasattr(module, "act_fn") else "has no act_fn"
 
 
-def _swap(module: nn.Module, row: Row, layer: int, recipe: Recipe, state: StepState) -> None:
-    attributes: dict[str, Any] = {"step_state": state}
+def _swap(
+    module: nn.Module,
+    row: Row,
+    layer: int,
+    recipe: Recipe,
+    state: StepState,
+    phases: tuple[tuple[int, GemmTable], ...],
+) -> None:
+    # A layer of one precision has no phases to enter.
+    scheduled = any(gemms != row.gemms for _, gemms in phases)
+    attributes: dict[str, Any] = {"step_state": state, "phases": phases if scheduled else ()}
     if row.kind == "linear":
         module.__class__ = linear_class(_original(type(module)))
         attributes |= {"spec": Spec(row.gemms, layer, 0), "weight_cache": WeightCache(recipe.cache)}

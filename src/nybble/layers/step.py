@@ -1,6 +1,8 @@
 """Where a run stands: the seed, step and micro-batch that name every random draw, shared by the layers of a
 model."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -18,7 +20,7 @@ class StepState:
     def __init__(self, seed: int = 0) -> None:
         self.seed, self.step, self.micro = seed, 0, 0
         self.part = 0
-        """Which of equal consecutive parts of the batch's tokens the layers see: 0 unless ranks share a batch."""
+        """Which of equal consecutive parts of the batch's tokens the layers see: 0 unless ranks share one."""
         self.generation = 0
         """Counts calls that may follow a change of the weights: cached operands of an older one are not
         used."""
@@ -39,7 +41,7 @@ class StepState:
         return self._keys[device]
 
     def rows(self, tokens: int, device: torch.device) -> Tensor | None:
-        """int64 [tokens]: what this part's tokens count as in random draws; None where that is their index."""
+        """int64 [tokens]: what this part's tokens count as in draws; None where that is their index."""
         if self.part == 0:
             return None
         return torch.arange(self.part * tokens, (self.part + 1) * tokens, device=device)
@@ -75,9 +77,20 @@ def set_step(model: nn.Module, step: int, micro: int = 0, seed: int | None = Non
     for module in model.modules():
         state = getattr(module, "step_state", None)
         if isinstance(state, StepState):
+            if phases := getattr(module, "phases", ()):
+                _enter(module, next(gemms for start, gemms in reversed(phases) if start <= step))
             states.setdefault(state, set()).update(p.device for p in module.parameters(recurse=False))
     for state, devices in states.items():
         state.set(step, micro, seed)
         for device in devices:
             # A compiled forward pass must find its key: one made inside a graph would be a constant of it.
             state.keys(device)
+
+
+def _enter(module: nn.Module, gemms: Any) -> None:
+    """Give a layer the precision of a phase of its recipe; operands kept before have another step's tag."""
+    layer: Any = module
+    if hasattr(layer, "specs"):
+        layer.specs = tuple(spec._replace(gemms=gemms) for spec in layer.specs)
+    else:
+        layer.spec = layer.spec._replace(gemms=gemms)

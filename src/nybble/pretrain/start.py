@@ -50,7 +50,7 @@ def pretrain(config: PretrainConfig, *, resume: bool = False, overwrite: bool = 
         train_data=train_data,
         held_out_data=held_out,
         identity=_identity(model, recipe, dataset),
-        export=partial(_export, dataset=dataset, recipe=recipe),
+        export=partial(_export, dataset=dataset, report=report, steps=config.schedule.steps),
         device=device,
     )
     try:
@@ -86,7 +86,7 @@ def build_model(
     if recipe.masters == "bf16":
         model.to(torch.bfloat16)
     model.to(device)
-    report = convert(model, recipe)
+    report = convert(model, recipe, steps=config.schedule.steps)
     model.checkpoint_layers(config.activation_checkpointing)
     if config.compile:
         model.compile()
@@ -116,8 +116,11 @@ def _identity(model: Inkling2ForCausalLM, recipe: Recipe, dataset: Dataset) -> d
     }
 
 
-def _export(model: Inkling2ForCausalLM, checkpoint: Path, *, dataset: Dataset, recipe: Recipe) -> None:
-    save_model(checkpoint / "model", model, dataset.tokenizer, recipe)
+def _export(
+    model: Inkling2ForCausalLM, checkpoint: Path, *, dataset: Dataset, report: Report, steps: int
+) -> None:
+    """The model with the precision of its last step, which is what samplers and servers compute with."""
+    save_model(checkpoint / "model", model, dataset.tokenizer, report.recipe.at(report.state.step, steps))
 
 
 def _introduce(

@@ -15,7 +15,7 @@ from nybble.recipes.recipe import OPTIONS, Recipe
 from nybble.recipes.rule import KINDS, Layers, Rule
 
 _FOLDER = Path(__file__).parent
-_RULE_KEYS = ("modules", "kind", "layers", "optional", "hint", "all", "fprop", "dgrad", "wgrad")
+_RULE_KEYS = ("modules", "kind", "layers", "after", "optional", "hint", "all", "fprop", "dgrad", "wgrad")
 _TOP_KEYS = ("name", "description", "allow", *OPTIONS, "rule")
 _LAYER_KEYS = ("first", "last", "first_fraction", "last_fraction")
 
@@ -157,6 +157,7 @@ class _Reader:
             operands=tuple((role, operands[role]) for role in OPERANDS if role in operands),
             kind=kind,
             layers=self._layers(n, data["layers"]) if "layers" in data else None,
+            after=self._after(n, data["after"]) if "after" in data else None,
             optional=data.get("optional", False),
             hint=str(data.get("hint", "")),
             where=self.where(n),
@@ -186,6 +187,20 @@ class _Reader:
                     except RecipeError as error:
                         raise RecipeError(f"{self.where(n, key)}: {error}") from None
         return out
+
+    def _after(self, n: int, value: Any) -> int | Fraction:
+        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+            return value
+        try:
+            fraction = Fraction(str(value)) if isinstance(value, float | str) else Fraction(0)
+        except (ValueError, ZeroDivisionError):
+            fraction = Fraction(0)
+        if not 0 < fraction < 1:
+            raise RecipeError(
+                f"{self.where(n, 'after')}: after must be a step, a whole number of at least 1, or a share "
+                f"of all steps between 0 and 1, such as 0.82, not {value!r}"
+            )
+        return fraction
 
     def _layers(self, n: int, data: Any) -> Layers:
         where = self.where(n, "layers")

@@ -1,7 +1,7 @@
 """A recipe: an ordered list of rules and the few options that belong to no single layer."""
 
 import hashlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import tomli_w
@@ -42,6 +42,17 @@ class Recipe:
     source: str = field(default="", compare=False)
     """Where it was read from, for messages; not part of its identity."""
 
+    def starts(self, steps: int | None) -> tuple[int, ...]:
+        """The optimiser steps from which another set of rules is in force, 0 first, in a run of `steps`."""
+        return tuple(sorted({0, *(rule.start(steps) for rule in self.rules)}))
+
+    def at(self, step: int, steps: int | None) -> "Recipe":
+        """The recipe that is in force at `step`, itself without a schedule."""
+        if all(rule.after is None for rule in self.rules):
+            return self
+        kept = (replace(rule, after=None) for rule in self.rules if rule.start(steps) <= step)
+        return replace(self, rules=tuple(kept))
+
     def to_dict(self) -> dict[str, Any]:
         """The recipe as TOML data; `load_recipe(recipe.to_dict())` gives an equal one."""
         out: dict[str, Any] = {"name": self.name, "description": self.description, **self._content()}
@@ -75,6 +86,8 @@ def _rule(rule: Rule) -> dict[str, Any]:
         out["layers"] = {
             key: rule.layers.count if rule.layers.fraction is None else str(rule.layers.fraction)
         }
+    if rule.after is not None:
+        out["after"] = rule.after if isinstance(rule.after, int) else str(rule.after)
     if rule.optional:
         out["optional"] = True
     if rule.hint:

@@ -35,8 +35,8 @@ def kind_of(module: nn.Module) -> str | None:
     return "linear" if isinstance(module, nn.Linear) else None
 
 
-def resolve(recipe: Recipe, model: nn.Module) -> Table:
-    """The precision of each module of `model`.
+def resolve(recipe: Recipe, model: nn.Module, steps: int | None = None) -> Table:
+    """The precision of each module of `model`, over a run of `steps` if the recipe changes within it.
 
     Raises RecipeError when a rule matches nothing, or when a feature axis (K of fprop, N of dgrad) is not a
     whole number of blocks of the format that it gets.
@@ -44,27 +44,31 @@ def resolve(recipe: Recipe, model: nn.Module) -> Table:
     named = [(name, module) for name, module in model.named_modules() if kind_of(module)]
     layers = _layers(model)
     protected = {name for name, module in named if _protected(recipe, model, name, module)}
-    hits = [0] * len(recipe.rules)
-    rows = []
-    for name, module in named:
-        gemms, where = GemmTable(), []
-        kind = kind_of(module) or ""
-        for n, rule in enumerate(recipe.rules):
-            if name in protected or not rule.matches(name, kind, layers.get(name)):
-                continue
-            hits[n] += 1
-            gemms = gemms.override(dict(rule.operands))
-            where.append(rule.where)
-        rows.append(_row(name, module, kind, gemms, name in protected, tuple(where)))
-    for rule, count in zip(recipe.rules, hits, strict=True):
-        if not count and not rule.optional:
+    hit: set[Rule] = set()
+    phases = []
+    for start in recipe.starts(steps):
+        rows = []
+        for name, module in named:
+            gemms, where = GemmTable(), []
+            kind = kind_of(module) or ""
+            for rule in recipe.rules:
+                if name in protected or not rule.matches(name, kind, layers.get(name)):
+                    continue
+                hit.add(rule)
+                if rule.start(steps) <= start:
+                    gemms = gemms.override(dict(rule.operands))
+                    where.append(rule.where)
+            rows.append(_row(name, module, kind, gemms, name in protected, tuple(where)))
+        phases.append((start, tuple(rows)))
+    for rule in recipe.rules:
+        if rule not in hit and not rule.optional:
             raise RecipeError(_nothing(rule, named, protected, layers))
-    for row in rows:
+    for row in (row for _, rows in phases for row in rows):
         if fault := row.gemms.fault(row.kind):
             raise RecipeError(f"{row.name}: {fault} ({row.rules[-1] if row.rules else recipe.source})")
         _check_blocks(recipe, row)
     inside = {name for name, _ in named}
-    return Table(recipe=recipe, rows=tuple(rows), kept=tuple(_kept(model, inside)))
+    return Table(recipe=recipe, rows=phases[0][1], later=tuple(phases[1:]), kept=tuple(_kept(model, inside)))
 
 
 def _layers(model: nn.Module) -> dict[str, tuple[int, int]]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cache
 
+from nybble.errors import RecipeError
 from nybble.recipes.operand import Operand
 
 KINDS = ("linear", "experts")
@@ -56,12 +57,28 @@ class Rule:
     """"linear", "experts", or None for both."""
     layers: Layers | None = None
     """None is all layers, and modules outside the stack of layers."""
+    after: int | Fraction | None = None
+    """In force from this optimiser step on, or from this fraction of all steps on; None is from the start."""
     optional: bool = False
     """A rule that matches nothing is an error unless it is optional."""
     hint: str = ""
     """What to do when it matches nothing; ends the error message."""
     where: str = field(default="", compare=False)
     """File and line, for messages."""
+
+    def start(self, steps: int | None) -> int:
+        """The optimiser step, from 0, from which it is in force in a run of `steps`.
+
+        Raises RecipeError where that hangs on a number of steps that is not known.
+        """
+        if not isinstance(self.after, Fraction):
+            return self.after or 0
+        if steps is None:
+            raise RecipeError(
+                f"{self.where}: this rule is in force after {float(self.after):g} of the steps, so say how "
+                "many there are: convert(model, recipe, steps=...)"
+            )
+        return math.floor(self.after * steps)
 
     def matches(self, name: str, kind: str, layer: tuple[int, int] | None) -> bool:
         """True for module `name` of `kind` that is layer `layer` = (index, total), None outside the stack."""

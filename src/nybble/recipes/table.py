@@ -48,6 +48,9 @@ class Table:
 
     recipe: Recipe
     rows: tuple[Row, ...]
+    """At the first step."""
+    later: tuple[tuple[int, tuple[Row, ...]], ...] = ()
+    """(step, rows) of each change within the run; the modules are the same, in the same order."""
     kept: tuple[str, ...] = ()
     """Names of other modules with parameters: embeddings, routers, norms, convolutions. Never quantised."""
 
@@ -56,22 +59,36 @@ class Table:
         return {row.name: row for row in self.rows}[name]
 
     def text(self) -> str:
-        """The table as text, equal rows of different layers on one line."""
-        groups: dict[tuple[str, ...], list[str]] = {}
-        for row in self.rows:
-            groups.setdefault((_template(row.name), *row.cells()), []).append(row.name)
-        lines: list[tuple[str, ...]] = [("module", "kind", "shape", *OPERANDS)]
-        lines += [(_collapse(names), *key[1:]) for key, names in groups.items()]
+        """The table as text, equal rows of different layers on one line; of later ones what changes."""
+        sections = [_lines(self.rows)]
+        before = self.rows
+        for _, rows in self.later:
+            changed = [row for row, old in zip(rows, before, strict=True) if row.gemms != old.gemms]
+            sections.append(_lines(changed))
+            before = rows
+        lines = [line for section in sections for line in section]
         widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
         out = [f"recipe {self.recipe.name} ({self.recipe.hash()}), masters {self.recipe.masters}"]
-        out += [
-            "  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in lines
-        ]
+        for section, start in zip(sections, (0, *(start for start, _ in self.later)), strict=True):
+            if start:
+                out.append(f"from step {start} on" + ("" if section[1:] else ": no change"))
+            out += [
+                "  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip()
+                for line in section[bool(start) :]
+            ]
         if self.kept:
             last = dict.fromkeys(name.rsplit(".", 1)[-1] for name in self.kept)
             out.append("kept in high precision: " + ", ".join(last))
         out.append(_LEGEND)
         return "\n".join(out) + "\n"
+
+
+def _lines(rows: Iterable[Row]) -> list[tuple[str, ...]]:
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for row in rows:
+        groups.setdefault((_template(row.name), *row.cells()), []).append(row.name)
+    head = ("module", "kind", "shape", *OPERANDS)
+    return [head, *((_collapse(names), *key[1:]) for key, names in groups.items())]
 
 
 def _template(name: str) -> str:
