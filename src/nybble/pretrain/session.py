@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import resource
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -39,6 +39,10 @@ class Batches(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
+HeldOut = Callable[[], Iterable[dict[str, Tensor]]]
+"""Gives the same held-out batches at each call."""
+
+
 class Session:
     """All parts of a run. The loop drives it; tests build it from small parts of their own."""
 
@@ -49,13 +53,13 @@ class Session:
         run: RunFolder,
         model: nn.Module,
         train_data: Batches,
-        held_out_data: Callable[[], Iterable[dict[str, Tensor]]],
+        held_out_data: HeldOut | Mapping[str, HeldOut],
         identity: dict[str, Any],
         export: Callable[[nn.Module, Path], None] | None = None,
         device: torch.device | None = None,
     ) -> None:
-        """`identity` is what a checkpoint must share to be resumed; `export` adds a transformers folder to
-        it.
+        """`held_out_data` may be given by domain. `identity` is what a checkpoint must share to be resumed;
+        `export` adds a transformers folder to it.
         """
         self.config, self.run, self.model = config, run, model
         self.device = device or torch.device("cpu")
@@ -90,9 +94,13 @@ class Session:
     def next_batch(self) -> dict[str, Tensor]:
         return self._to_device(next(self._train_data))
 
-    def held_out(self) -> Iterator[dict[str, Tensor]]:
-        """The same batches of the held-out split at each call."""
-        return map(self._to_device, self._held_out_data())
+    def held_out(self) -> Iterator[tuple[str, dict[str, Tensor]]]:
+        """(domain, batch) of held-out text, the same ones at each call; "" is the domain of data with one."""
+        data = self._held_out_data
+        domains = data if isinstance(data, Mapping) else {"": data}
+        for name, batches in domains.items():
+            for batch in batches():
+                yield name, self._to_device(batch)
 
     def loss(self, batch: dict[str, Tensor]) -> Tensor:
         """Mean cross-entropy of the batch, nats a token, []."""

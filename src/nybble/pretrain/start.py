@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from nybble.analysis.plots import plot_loss
 from nybble.checkpoints.hub import save_model
@@ -96,11 +94,14 @@ def build_model(
 def _loaders(config: PretrainConfig, dataset: Dataset) -> tuple[Loader, Any]:
     shape = {"batch_size": config.batch.batch, "seq_len": config.batch.sequence, "seed": config.seed}
     train_data = Loader(dataset, "train", doc_ids=config.batch.mask_documents, **shape)
-    val_data = Loader(dataset, "val", doc_ids=config.batch.mask_documents, **shape)
-
-    def held_out() -> Iterator[dict[str, Tensor]]:
-        return val_data.eval_batches(config.validation.val_batches)
-
+    domains = {name.removeprefix("val-"): name for name in dataset.splits if name.startswith("val-")}
+    held_out = {
+        name: partial(
+            Loader(dataset, split, doc_ids=config.batch.mask_documents, **shape).eval_batches,
+            config.validation.val_batches,
+        )
+        for name, split in (domains or {"": "val"}).items()
+    }
     return train_data, held_out
 
 
