@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from nybble.models.context import Context, same_document
 from nybble.models.cpu import conv, softmax, swiglu
 from nybble.models.inkling2 import chunk
-from nybble.models.inkling2.context import Context, same_document
 from nybble.models.inkling2.conv import ShortConvolution
 from nybble.models.inkling2.experts import SoftcappedSwiGLU
 from nybble.models.inkling2.residual import BlockAttentionResidual
@@ -110,10 +110,10 @@ def test_short_convolution(length: int, packed: bool) -> None:
             rows.append(torch.stack([x[:, t - lag] * taps[lag] for lag in reach]).sum(0))
         return torch.stack(rows, dim=1)
 
-    from nybble.models.inkling2.conv import _ShortConv
+    from nybble.models.conv import _CausalConv
 
     _agree(
-        lambda x, taps: _ShortConv.apply(x, taps, *same),
+        lambda x, taps: _CausalConv.apply(x, taps, None, *same),
         naive,
         torch.randn(2, length, 20),
         torch.randn(4, 20),

@@ -5,8 +5,9 @@ import torch
 from inkling2_cases import random_ids, random_model
 
 from nybble.models import Inkling2ForCausalLM, presets
+from nybble.models.flex import block_mask
 from nybble.models.inkling2.attend import attend_chunks
-from nybble.models.inkling2.flex import attend_flex, block_mask
+from nybble.models.inkling2.flex import attend_flex
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")

@@ -3,7 +3,7 @@
 import torch
 from inkling2_cases import random_ids, random_model
 
-from nybble.models.inkling2.experts import sort_by_expert
+from nybble.models.experts import sort_by_expert
 
 
 def test_counts_are_the_rows_of_each_expert_in_training_only() -> None:

@@ -1,5 +1,6 @@
 """Few, fast, readable decoders, weight-compatible with transformers."""
 
-from nybble.models.inkling2 import CausalLMOutput, Inkling2ForCausalLM
+from nybble.models.causal_lm import CausalLM, CausalLMOutput
+from nybble.models.inkling2 import Inkling2ForCausalLM
 
-__all__ = ["CausalLMOutput", "Inkling2ForCausalLM"]
+__all__ = ["CausalLM", "CausalLMOutput", "Inkling2ForCausalLM"]

@@ -25,24 +25,26 @@ def _chunk_rows(hidden: Tensor, vocabulary: int) -> int:
     return max(16, elements // max(vocabulary, 1))
 
 
-def _rows(z: Tensor, labels: Tensor, cap: float, share: Tensor) -> Tensor:
-    """Loss of each row [n] of z [n, V] before its cap; z becomes share * d loss / d z."""
+def _rows(z: Tensor, labels: Tensor, cap: float | None, share: Tensor) -> Tensor:
+    """Loss of each row [n] of z [n, V] before its cap, if any; z becomes share * d loss / d z."""
     keep = (labels != IGNORE)[:, None]
     aim = torch.where(keep, labels[:, None], 0)
-    squashed = z.div_(cap).tanh_()
-    logits = squashed * cap
+    logits = z if cap is None else z.div_(cap).tanh_() * cap
     picked = logits.gather(1, aim)
     lse = torch.logsumexp(logits, dim=-1, keepdim=True)
     weight = torch.where(keep, share, 0.0)
     d = logits.sub_(lse).exp_().mul_(weight).scatter_add_(1, aim, -weight)
-    # through cap * tanh(z / cap): times 1 - tanh^2
-    z.square_().neg_().add_(1.0).mul_(d)
+    if cap is not None:
+        # through cap * tanh(z / cap): times 1 - tanh^2
+        z.square_().neg_().add_(1.0).mul_(d)
     return torch.where(keep, lse - picked, 0.0)[:, 0]
 
 
 class _HeadLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, head: Tensor, labels: Tensor, cap: float) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, hidden: Tensor, head: Tensor, labels: Tensor, cap: float | None
+    ) -> tuple[Tensor, Tensor]:
         T, V = hidden.shape[0], head.shape[0]
         needs_hidden, needs_head = ctx.needs_input_grad[0], ctx.needs_input_grad[1]
         weight = head.to(hidden.dtype)
@@ -57,7 +59,7 @@ class _HeadLoss(torch.autograd.Function):
             part = slice(start, start + rows)
             x = hidden[part]
             z = torch.mm(x, weight.T, out=buffer[: x.shape[0]]).float()
-            if z.device.type == "cpu" and cap <= fused.LARGEST_CAP:
+            if z.device.type == "cpu" and (cap is None or cap <= fused.LARGEST_CAP):
                 nll[part] = fused.rows(z, labels[part], cap, share)
             else:
                 nll[part] = _rows(z, labels[part], cap, share)
@@ -85,14 +87,14 @@ class _HeadLoss(torch.autograd.Function):
         )
 
 
-def head_loss(hidden: Tensor, head: Tensor, labels: Tensor, cap: float) -> tuple[Tensor, Tensor]:
+def head_loss(hidden: Tensor, head: Tensor, labels: Tensor, cap: float | None) -> tuple[Tensor, Tensor]:
     """Mean cross entropy of cap * tanh(hidden @ head.T / cap) against labels, and the loss of each token.
 
     Args:
         hidden: [T, H].
         head: [vocabulary, H].
         labels: [T] int64, -100 where there is no target.
-        cap: the soft cap of the logits.
+        cap: the soft cap of the logits, or None.
 
     Returns:
         The mean over targets (0 if there is none), FP32, differentiable; and [T] FP32 in nats without

@@ -11,14 +11,18 @@ BLOCK_ROWS = 64
 
 
 @kernel
-def _forward(first: int, last: int, x: Floats, taps: Floats, same: Floats, y: Floats) -> None:
+def _forward(first: int, last: int, x: Floats, taps: Floats, bias: Floats, same: Floats, y: Floats) -> None:
     _, S, C = x.shape
     K, masked = taps.shape[0], same.shape[0] > 0
     for r in range(first, last):
         b, s = r // S, r % S
         out, now = y[b, s], x[b, s]
-        for c in range(C):
-            out[c] = now[c] * taps[0, c]
+        if bias.shape[0] > 0:
+            for c in range(C):
+                out[c] = now[c] * taps[0, c] + bias[c]
+        else:
+            for c in range(C):
+                out[c] = now[c] * taps[0, c]
         for lag in range(1, min(K, s + 1)):
             if masked and same[lag - 1, b, s] == 0.0:
                 continue
@@ -54,11 +58,12 @@ def _mask(same: tuple[Tensor, ...], x: Tensor) -> Floats:
     return floats(torch.stack(same)[..., 0] if same else x.new_empty(0, 1, 1))
 
 
-def forward(x: Tensor, taps: Tensor, same: tuple[Tensor, ...]) -> Tensor:
-    """y_t = sum of taps[l] * x_{t-l} over lags l that are of the same document."""
+def forward(x: Tensor, taps: Tensor, bias: Tensor | None, same: tuple[Tensor, ...]) -> Tensor:
+    """y_t = bias + the sum of taps[l] * x_{t-l} over lags l that are of the same document."""
     y = torch.empty(x.shape)
     rows = x.shape[0] * x.shape[1]
-    split(_forward, rows, 4 * x.numel(), floats(x), floats(taps), _mask(same, x), floats(y))
+    bias = x.new_empty(0) if bias is None else bias
+    split(_forward, rows, 4 * x.numel(), floats(x), floats(taps), floats(bias), _mask(same, x), floats(y))
     return y
 
 

@@ -4,8 +4,8 @@ import torch
 from torch import Tensor, nn
 from transformers import Inkling2TextConfig
 
+from nybble.models.context import Context
 from nybble.models.inkling2.attend import attend_chunks
-from nybble.models.inkling2.context import Context
 from nybble.models.inkling2.conv import DynamicShortConvolution, ShortConvolution
 from nybble.models.inkling2.flex import attend_flex
 from nybble.models.linear import Linear

@@ -1,34 +1,13 @@
 """Short causal convolutions over the sequence, one filter a channel, on [B, S, C] without transposing."""
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from nybble.models.cpu import conv as fused
-from nybble.models.inkling2.context import Context
+from nybble.models.context import Context
+from nybble.models.conv import causal_conv, lagged
 from nybble.models.linear import Linear
-from nybble.models.norms import by_hand
-
-
-class _ShortConv(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, taps: Tensor, *same: Tensor) -> Tensor:
-        ctx.save_for_backward(x, taps, *same)
-        return fused.forward(x, taps, same)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, taps, *same = ctx.saved_tensors
-        return *fused.backward(dy, x, taps, tuple(same)), *(None for _ in same)
-
-
-def lagged(x: Tensor, past: Tensor | None, lag: int) -> Tensor:
-    """x [B, S, C] delayed by `lag` tokens, filled from `past` [B, K-1, C] or with zeros."""
-    B, S, C = x.shape
-    head = x.new_zeros(B, lag, C) if past is None else past[:, past.shape[1] - lag :]
-    return torch.cat([head, x], dim=1)[:, :S]
 
 
 class ShortConvolution(nn.Module):
@@ -50,14 +29,7 @@ class ShortConvolution(nn.Module):
         identity[0] = 1.0
         taps = (taps + identity) / math.sqrt(self.kernel + 1)
         past = context.conv_state(x, self.layer, self.slot, self.kernel)
-        same = context.same
-        if past is None and by_hand(x):
-            return _ShortConv.apply(x, taps, *same)
-        y = x * taps[0]
-        for lag in range(1, self.kernel):
-            late = lagged(x, past, lag)
-            y = y + (late * same[lag - 1] if same else late) * taps[lag]
-        return y.to(dtype)
+        return causal_conv(x, taps, None, past, context.same).to(dtype)
 
 
 class DynamicShortConvolution(nn.Module):

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 from transformers import Inkling2TextConfig
 
+from nybble.models.context import Context
 from nybble.models.inkling2.attention import Attention
-from nybble.models.inkling2.context import Context
 from nybble.models.inkling2.conv import ShortConvolution
 from nybble.models.inkling2.experts import Experts
 from nybble.models.inkling2.residual import BlockAttentionResidual

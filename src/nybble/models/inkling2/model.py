@@ -4,35 +4,19 @@ Facts: transformers 5.24, `models/inkling2`. Written for training: see `attend.p
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
-from transformers import GenerationConfig, Inkling2TextConfig
+from transformers import Inkling2TextConfig
 
-from nybble.errors import NybbleError
-from nybble.models.balance import ExpertLoad
 from nybble.models.cache import Cache
+from nybble.models.causal_lm import CausalLM, Stack
+from nybble.models.context import Context, document_positions
 from nybble.models.inkling2.config import check, windows
-from nybble.models.inkling2.context import Context, document_positions, same_document
-from nybble.models.inkling2.flex import block_mask
 from nybble.models.inkling2.layer import DecoderLayer, make_layer
 from nybble.models.inkling2.pretrained import Inkling2PreTrainedModel
 from nybble.models.inkling2.residual import EPS, BlockAttentionResidual
-from nybble.models.loss import IGNORE, head_loss
 from nybble.models.norms import RMSNorm, rms_norm
-
-
-@dataclass
-class CausalLMOutput:
-    """Mean `loss`, `token_loss` [B, S] in nats without gradient, `logits` [B, S, vocabulary]; FP32."""
-
-    loss: Tensor | None = None
-    token_loss: Tensor | None = None
-    logits: Tensor | None = None
 
 
 class NormedEmbedding(nn.Embedding):
@@ -46,7 +30,7 @@ class NormedEmbedding(nn.Embedding):
         return self.embed_norm(super().forward(ids))
 
 
-class Inkling2TextModel(Inkling2PreTrainedModel):
+class Inkling2TextModel(Stack, Inkling2PreTrainedModel):
     """Embedding, decoder layers and final norm.
 
     forward(ids [B, S], context) -> hidden [B, S, H], tokens per expert [layers, E] int64.
@@ -59,7 +43,6 @@ class Inkling2TextModel(Inkling2PreTrainedModel):
         self.layers = nn.ModuleList(make_layer(config, i) for i in range(config.num_hidden_layers))
         self.norm = RMSNorm(hidden, eps)
         self.final_input = BlockAttentionResidual(hidden)
-        self.checkpointed: frozenset[int] = frozenset()
         self.post_init()
 
     def forward(self, input_ids: Tensor, context: Context, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -71,27 +54,18 @@ class Inkling2TextModel(Inkling2PreTrainedModel):
             after = blocks
             if layer.is_block_boundary:
                 after = (*blocks, rms_norm(hidden, None, EPS))
-            if i in self.checkpointed and torch.is_grad_enabled():
-                hidden, count = checkpoint(
-                    layer, hidden, blocks, after, context, use_reentrant=False, preserve_rng_state=False
-                )
-            else:
-                hidden, count = layer(hidden, blocks, after, context)
+            hidden, count = self.run(i, layer, hidden, blocks, after, context)
             blocks = after
             counts.append(count)
         (mixed,) = self.final_input(blocks, hidden)
         return self.norm(mixed).to(dtype), torch.stack(counts)
 
 
-class Inkling2ForCausalLM(ExpertLoad, Inkling2PreTrainedModel):
+class Inkling2ForCausalLM(CausalLM, Inkling2PreTrainedModel):
     """A causal language model of the Inkling 2 shape; `config` is transformers' `Inkling2TextConfig`.
 
-    `compute_dtype` is the dtype of activations; None takes the parameters' dtype, but BF16 for FP32
-    parameters on CUDA.
+    Its head is padded with zeros in folders, as the config's `vocab_size` says.
     """
-
-    _tied_weights_keys = None
-    expert_load: Tensor
 
     def __init__(self, config: Inkling2TextConfig) -> None:
         check(config)
@@ -100,140 +74,32 @@ class Inkling2ForCausalLM(ExpertLoad, Inkling2PreTrainedModel):
         self.lm_head = nn.Linear(config.hidden_size, config.unpadded_vocab_size, bias=False)
         load = torch.zeros(config.num_hidden_layers, config.n_routed_experts, dtype=torch.int64)
         self.register_buffer("expert_load", load, persistent=False)
-        self.compute_dtype: torch.dtype | None = None
-        self.flex: bool | None = None
         self.post_init()
 
-    @classmethod
-    def can_generate(cls) -> bool:
-        """False: `nybble.models.generate` generates, not transformers."""
-        return False
+    @property
+    def cap(self) -> float:
+        return float(self.config.final_logit_softcapping)
 
-    def save_pretrained(self, save_directory: str | Path, *args: Any, **kwargs: Any) -> None:
-        """Write config, generation config and weights as transformers does (its head padded with zeros)."""
-        super().save_pretrained(save_directory, *args, **kwargs)
-        GenerationConfig.from_model_config(self.config).save_pretrained(save_directory)
+    @property
+    def kernel(self) -> int:
+        return int(self.config.conv_kernel_size)
+
+    def windows(self) -> list[int | None]:
+        return windows(self.config)
 
     def routers(self) -> Iterator[nn.Module]:
         for layer in self.model.layers:
             assert isinstance(layer, DecoderLayer)
             yield layer.mlp.gate
 
-    def new_cache(self) -> Cache:
-        """An empty cache for generation."""
-        return Cache(windows(self.config))
-
-    def checkpoint_layers(self, layers: list[int] | bool) -> None:
-        """Keep only the inputs of these layers (True: all) and run them again in the backward pass."""
-        count = self.config.num_hidden_layers
-        chosen = range(count if layers else 0) if isinstance(layers, bool) else layers
-        if wrong := [i for i in chosen if not 0 <= i < count]:
-            raise NybbleError(f"activation checkpointing: no layer {wrong[0]}; the model has {count} layers")
-        self.model.checkpointed = frozenset(chosen)
-
-    def activation_checkpointing_enable(self, *_: Any, **__: Any) -> None:
-        """Checkpoint every layer (transformers' name for it)."""
-        self.checkpoint_layers(True)
-
-    def activation_checkpointing_disable(self) -> None:
-        """Checkpoint no layer."""
-        self.checkpoint_layers(False)
-
-    def check_ids(self, name: str, ids: Tensor, vocabulary: int) -> None:
-        """Raise NybbleError unless all ids lie in [0, vocabulary); -100 counts as no id."""
-        ids = ids[ids != IGNORE] if name == "labels" else ids
-        if ids.numel() and not 0 <= (low := int(ids.min())) <= (high := int(ids.max())) < vocabulary:
-            worst = low if low < 0 else high
-            raise NybbleError(
-                f"{name} holds token {worst}, but the model's vocabulary has {vocabulary} tokens; "
-                "use the tokeniser that the model was made with"
-            )
-
-    def forward(
-        self,
-        input_ids: Tensor,
-        labels: Tensor | None = None,
-        *,
-        shift_labels: Tensor | None = None,
-        segments: Tensor | None = None,
-        positions: Tensor | None = None,
-        cache: Cache | None = None,
-        return_logits: bool | None = None,
-        last_only: bool = False,
-    ) -> CausalLMOutput:
-        """Logits, or the loss if there are labels.
-
-        Args:
-            input_ids: [B, S] int64. Checked against the vocabulary where that costs no device sync, that is
-                on a CPU.
-            labels: [B, S], the ids themselves, shifted by one here as in transformers; -100 is ignored.
-            shift_labels: [B, S], the target of each position, in place of `labels`.
-            segments: [B, S] int, documents packed in a row; tokens of different ones do not see each other.
-            positions: [B, S] position within the document, worked out from `segments` by default.
-            cache: from `new_cache()`, holds the tokens before these and takes these in.
-            return_logits: default: only without labels.
-            last_only: logits of the last position alone, [B, 1, vocabulary].
-
-        Raises:
-            NybbleError: ids out of the vocabulary, or more tokens than `max_position_embeddings`.
-        """
-        B, S = input_ids.shape
-        past = 0 if cache is None else cache.length
-        limit = self.config.max_position_embeddings
-        if past + S > limit:
-            raise NybbleError(
-                f"sequence of {past + S} tokens is longer than max_position_embeddings = {limit}"
-            )
-        if labels is not None and shift_labels is None:
-            shift_labels = torch.nn.functional.pad(labels, (0, 1), value=IGNORE)[:, 1:]
-        if input_ids.device.type == "cpu" and not torch.compiler.is_compiling():
-            self.check_ids("input_ids", input_ids, self.config.vocab_size)
-            if shift_labels is not None:
-                self.check_ids("labels", shift_labels, self.config.unpadded_vocab_size)
-        context = self._context(input_ids, segments, positions, cache)
-        hidden, counts = self.model(input_ids, context, self._dtype())
-        if cache is not None:
-            cache.advance(S, segments)
-        if self.training:
-            self.expert_load += counts
-        output = CausalLMOutput()
-        cap = self.config.final_logit_softcapping
-        if shift_labels is not None:
-            flat = hidden.reshape(-1, hidden.shape[-1])
-            output.loss, token_loss = head_loss(flat, self.lm_head.weight, shift_labels.reshape(-1), cap)
-            output.token_loss = token_loss.view(B, S)
-        if return_logits or (return_logits is None and shift_labels is None):
-            kept = hidden[:, -1:] if last_only else hidden
-            logits = (kept @ self.lm_head.weight.to(kept.dtype).T).float()
-            output.logits = cap * torch.tanh(logits / cap)
-        return output
-
-    def _dtype(self) -> torch.dtype:
-        if self.compute_dtype is not None:
-            return self.compute_dtype
-        weight = self.model.embed_tokens.weight
-        return torch.bfloat16 if weight.is_cuda and weight.dtype == torch.float32 else weight.dtype
-
     def _context(
         self, ids: Tensor, segments: Tensor | None, positions: Tensor | None, cache: Cache | None
     ) -> Context:
         past = 0 if cache is None else cache.length
-        before = None if cache is None else cache.segments
-        if segments is None and before is not None:
-            raise NybbleError(
-                "segments are missing: the cached tokens have them, so the new ones need them too"
-            )
-        if segments is not None and past and before is None:
-            raise NybbleError("segments are given, but the cached tokens have none: give them from the start")
-        same: tuple[Tensor, ...] = ()
-        if segments is not None:
-            same = same_document(segments, before, self.config.conv_kernel_size)
-            if positions is None and past + ids.shape[1] > self.config.log_scaling_n_floor:
-                positions = document_positions(segments, before)
-        context = Context(positions, segments, past, cache, past_segments=before, same=same)
-        if (ids.is_cuda if self.flex is None else self.flex) and cache is None and ids.numel():
-            for window in set(windows(self.config)):
-                context.block_masks[window] = block_mask(
-                    ids.shape[1], window, segments, ids.shape[0], ids.device
-                )
-        return context
+        if (
+            segments is not None
+            and positions is None
+            and past + ids.shape[1] > self.config.log_scaling_n_floor
+        ):
+            positions = document_positions(segments, None if cache is None else cache.segments)
+        return super()._context(ids, segments, positions, cache)

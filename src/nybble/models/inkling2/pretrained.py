@@ -1,7 +1,7 @@
 """Folders and initial weights of Inkling 2, through transformers' own machinery."""
 
 from torch import nn
-from transformers import Inkling2TextConfig, PreTrainedModel
+from transformers import Inkling2TextConfig
 from transformers import initialization as init
 
 from nybble.models.balance import ExpertLoad
@@ -10,15 +10,15 @@ from nybble.models.inkling2.conv import DynamicShortConvolution
 from nybble.models.inkling2.experts import Experts
 from nybble.models.inkling2.residual import BlockAttentionResidual
 from nybble.models.inkling2.router import Router
+from nybble.models.pretrained import Pretrained
 
 
-class Inkling2PreTrainedModel(PreTrainedModel):
+class Inkling2PreTrainedModel(Pretrained):
     """Folders and initial weights, as transformers' class has them."""
 
     config: Inkling2TextConfig
     config_class = Inkling2TextConfig
     base_model_prefix = "model"
-    supports_gradient_checkpointing = True
     _no_split_modules = ("SlidingDecoderLayer", "FullDecoderLayer")
     _keep_in_fp32_modules_strict = (
         "e_score_correction_bias",
@@ -30,16 +30,6 @@ class Inkling2PreTrainedModel(PreTrainedModel):
         "mlp_input",
         "final_input",
     )
-
-    @classmethod
-    def _can_set_experts_implementation(cls) -> bool:
-        # a config that transformers' own class has touched names an implementation; here the device decides
-        return True
-
-    @classmethod
-    def is_custom_code(cls) -> bool:
-        # transformers' table of checkpoint names for this model type holds for this class too
-        return False
 
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)

@@ -17,7 +17,8 @@ class Context:
     values in one row belong to different documents and never see each other, None for one document a row;
     `past` tokens are already in `cache`; `past_segments` [B, past] go with `segments`; `same` holds for each
     lag 1..kernel-1 an FP32 [B, S, 1] that is 1 where the token that far back is of the same document, or
-    nothing; `block_masks` holds FlexAttention's masks by window.
+    nothing; `starts` [B, S] says where each token's document starts, counted from the first of these tokens
+    and so negative for one that began in the cache; `block_masks` holds FlexAttention's masks by window.
     """
 
     positions: Tensor | None = None
@@ -27,6 +28,7 @@ class Context:
     past_segments: Tensor | None = None
     block_masks: dict[int | None, Any] = field(default_factory=dict)
     same: tuple[Tensor, ...] = ()
+    starts: Tensor | None = None
 
     def conv_state(self, x: Tensor, layer: int, slot: int, kernel: int) -> Tensor | None:
         """The kernel-1 inputs [B, kernel-1, C] before x, after noting those of x; None without a cache."""
@@ -70,3 +72,8 @@ def document_positions(segments: Tensor, past: Tensor | None) -> Tensor:
     starts = torch.zeros_like(index)
     starts[:, 1:] = torch.where(line[:, 1:] != line[:, :-1], index[:, 1:], 0)
     return (index - starts.cummax(dim=1).values)[:, line.shape[1] - segments.shape[1] :]
+
+
+def document_starts(segments: Tensor, past: Tensor | None) -> Tensor:
+    """The field `starts` of `Context`; arguments as for `document_positions`."""
+    return torch.arange(segments.shape[1], device=segments.device) - document_positions(segments, past)

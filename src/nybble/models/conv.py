@@ -1,0 +1,54 @@
+"""Causal depthwise convolution over the sequence on [B, S, C], without transposing; tap l weighs lag l."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nybble.models.cpu import conv as fused
+from nybble.models.norms import by_hand
+
+
+class _CausalConv(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, taps: Tensor, bias: Tensor | None, *same: Tensor) -> Tensor:
+        ctx.save_for_backward(x, taps, *same)
+        ctx.has_bias = bias is not None
+        return fused.forward(x, taps, bias, same)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, taps, *same = ctx.saved_tensors
+        dx, dtaps = fused.backward(dy, x, taps, tuple(same))
+        return dx, dtaps, dy.sum((0, 1)) if ctx.has_bias else None, *(None for _ in same)
+
+
+def lagged(x: Tensor, past: Tensor | None, lag: int) -> Tensor:
+    """x [B, S, C] delayed by `lag` tokens, filled from `past` [B, K-1, C] or with zeros."""
+    B, S, C = x.shape
+    head = x.new_zeros(B, lag, C) if past is None else past[:, past.shape[1] - lag :]
+    return torch.cat([head, x], dim=1)[:, :S]
+
+
+def causal_conv(
+    x: Tensor, taps: Tensor, bias: Tensor | None, past: Tensor | None, same: tuple[Tensor, ...]
+) -> Tensor:
+    """y_t = bias + the sum of taps[l] * x_{t-l} over lags l whose token is of the same document.
+
+    Args:
+        x: [B, S, C] FP32.
+        taps: [K, C] FP32.
+        bias: [C] FP32 or None.
+        past: the K-1 inputs before x, [B, K-1, C], or None for zeros.
+        same: for each lag 1..K-1 [B, S, 1], see `Context.same`; empty for one document.
+
+    Returns:
+        [B, S, C] FP32.
+    """
+    if past is None and by_hand(x):
+        return _CausalConv.apply(x, taps, bias, *same)
+    y = x * taps[0] if bias is None else x * taps[0] + bias
+    for lag in range(1, taps.shape[0]):
+        late = lagged(x, past, lag)
+        y = y + (late * same[lag - 1] if same else late) * taps[lag]
+    return y

@@ -1,0 +1,165 @@
+"""Routed experts: tokens sorted by expert, a GEMM an expert or a grouped GEMM, an activation between two.
+
+Legend: T tokens, k experts a token, E experts, H hidden, I expert width, W width of the first product (2I
+with a gate, else I); rows are the T * k routed copies of tokens.
+"""
+
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nybble.models.norms import by_hand
+
+
+class Pass(Protocol):
+    """An activation as two passes over rows, for CPUs."""
+
+    def forward(self, h: Tensor) -> Tensor:
+        """h [R, W] -> [R, I]."""
+
+    def backward(self, h: Tensor, dy: Tensor, w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Of y = w * forward(h): dh [R, W], y [R, I] and dw [R], for dy [R, I] and w [R]."""
+
+
+def sort_by_expert(experts: Tensor, E: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Order the rows of `experts` [T, k] by expert, stably.
+
+    Returns:
+        order [T * k]: row (token * k + choice) at each sorted place; place [T * k]: its inverse; ends [E]:
+        int32, where each expert's rows end.
+    """
+    flat = experts.reshape(-1)
+    order = torch.argsort(flat, stable=True)
+    place = torch.empty_like(order)
+    place[order] = torch.arange(len(order), device=order.device)
+    ends = torch.searchsorted(flat[order], torch.arange(E, device=flat.device), right=True)
+    return order, place, ends.to(torch.int32)
+
+
+class _ExpertsByHand(torch.autograd.Function):
+    """A whole expert layer on a CPU; keeps the input and the first products, not what follows."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weights: Tensor,
+        first: Tensor,
+        down: Tensor,
+        order: Tensor,
+        place: Tensor,
+        ends: Tensor,
+        act: Pass,
+    ) -> Tensor:
+        T, k = weights.shape
+        H, width = down.shape[1], first.shape[1]
+        rows = x.index_select(0, order // k)
+        h = x.new_empty(len(order), width)
+        y = x.new_empty(len(order), H)
+        spans = _spans(ends)
+        for e, part in spans:
+            torch.mm(rows[part], first[e].T, out=h[part])
+        y_act = act.forward(h)
+        for e, part in spans:
+            torch.mm(y_act[part], down[e].T, out=y[part])
+        ctx.save_for_backward(x, weights, first, down, order, place, ends, h)
+        ctx.act = act
+        y = y.index_select(0, place).view(T, k, H)
+        out = y[:, 0] * weights[:, :1]
+        for choice in range(1, k):
+            out.addcmul_(y[:, choice], weights[:, choice : choice + 1])
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        x, weights, first, down, order, place, ends, h = ctx.saved_tensors
+        T, k = weights.shape
+        width = down.shape[2]
+        token = order // k
+        rows, dy = x.index_select(0, token), dout.index_select(0, token)
+        w = weights.reshape(-1)[order]
+        dfirst, ddown = torch.empty_like(first), torch.empty_like(down)
+        dact = h.new_empty(len(order), width)
+        spans = _spans(ends)
+        for e, part in spans:
+            torch.mm(dy[part], down[e], out=dact[part])  # of the output before its routing weight
+        dh, y_act, dw = ctx.act.backward(h, dact, w)
+        drows = torch.empty_like(rows)
+        for e, part in spans:
+            torch.mm(dy[part].T, y_act[part], out=ddown[e])
+            torch.mm(dh[part].T, rows[part], out=dfirst[e])
+            torch.mm(dh[part], first[e], out=drows[part])
+        for e in {*range(len(ends))} - {e for e, _ in spans}:
+            dfirst[e], ddown[e] = 0.0, 0.0
+        dx = drows.index_select(0, place).view(T, k, x.shape[1]).sum(1)
+        return dx, dw[place].view(T, k), dfirst, ddown, None, None, None, None
+
+
+def _spans(ends: Tensor) -> list[tuple[int, slice]]:
+    """(expert, its rows) of the experts that have any."""
+    stops = ends.tolist()
+    return [(e, slice(a, b)) for e, (a, b) in enumerate(zip([0, *stops], stops, strict=False)) if b > a]
+
+
+class _GatherRows(torch.autograd.Function):
+    """x[index], each row of x taken by k places, `place` [T * k]; the backward pass gathers and adds."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, index: Tensor, place: Tensor) -> Tensor:
+        ctx.save_for_backward(place)
+        ctx.rows = x.shape[0]
+        return x[index]
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        (place,) = ctx.saved_tensors
+        k = place.shape[0] // max(ctx.rows, 1)
+        return dy[place].view(ctx.rows, k, dy.shape[-1]).sum(1, dtype=torch.float32).to(dy.dtype), None, None
+
+
+class RoutedExperts(nn.Module):
+    """E experts as stacked matrices: `first_name` [E, W, H], then `down_proj` [E, H, I].
+
+    forward(hidden_states [T, H], top_k_index [T, k], top_k_weights [T, k]) -> [T, H] in the input's dtype;
+    the k outputs of a token are added in FP32.
+    """
+
+    first_name: str
+    down_proj: nn.Parameter
+    act_fn: nn.Module
+
+    def activate(self, h: Tensor) -> Tensor:
+        """h [R, W] -> [R, I], any device and dtype."""
+        raise NotImplementedError
+
+    def by_pass(self) -> Pass:
+        """The same for CPUs."""
+        raise NotImplementedError
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        x, dtype = hidden_states, hidden_states.dtype
+        T, k = top_k_index.shape
+        first, down = getattr(self, self.first_name).to(dtype), self.down_proj.to(dtype)
+        order, place, ends = sort_by_expert(top_k_index, first.shape[0])
+        if by_hand(x):
+            return _ExpertsByHand.apply(x, top_k_weights, first, down, order, place, ends, self.by_pass())
+        rows = _GatherRows.apply(x, order // k, place)
+        y = grouped_linear(self.activate(grouped_linear(rows, first, ends)), down, ends)
+        y = _GatherRows.apply(y, place, order).view(T, k, x.shape[1])
+        return (y.float() * top_k_weights[..., None]).sum(1).to(dtype)
+
+
+def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """x [rows, K] sorted by expert, weight [E, N, K], ends [E] int32 -> [rows, N]."""
+    if x.is_cuda and x.dtype == torch.bfloat16:
+        return F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
+    if torch.compiler.is_compiling():
+        # no loop over a data-dependent length: all experts, masked; for checks of the graph, not for speed
+        owner = torch.searchsorted(ends, torch.arange(x.shape[0], device=x.device), right=True)
+        every = torch.einsum("tk,enk->ten", x, weight)
+        return every.gather(1, owner[:, None, None].expand(-1, 1, every.shape[2]))[:, 0]
+    sizes = torch.diff(ends, prepend=ends.new_zeros(1)).tolist()
+    parts = [F.linear(part, weight[e]) for e, part in enumerate(x.split(sizes))]
+    return torch.cat(parts)
