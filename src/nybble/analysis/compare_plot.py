@@ -1,0 +1,80 @@
+"""A comparison as one picture: for each size loss curves with bands, and gaps with intervals."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from nybble.analysis.compare import Result
+from nybble.analysis.summary import RunSummary
+
+Curve = tuple[tuple[int, float], ...]
+"""(tokens, loss) of one run."""
+
+COLOURS = ("#1f2937", "#4c78a8", "#d1495b", "#2a9d8f", "#e9a03b", "#7b5ea7", "#8c8c8c", "#5b8c5a", "#b56576")
+
+
+def plot_comparison(runs: Sequence[RunSummary], results: Sequence[Result], baseline: str, path: Path) -> None:
+    """Draws a row for each size; the picture's kind follows from the suffix of `path`."""
+    from matplotlib.figure import Figure
+
+    presets = list(dict.fromkeys(result.preset for result in results))
+    recipes = list(dict.fromkeys(result.recipe for result in results))
+    colour = {recipe: COLOURS[i % len(COLOURS)] for i, recipe in enumerate(recipes)}
+    figure = Figure(figsize=(9.0, 3.4 * len(presets)), dpi=200, layout="constrained")
+    grid = figure.subplots(len(presets), 2, squeeze=False, width_ratios=(1.35, 1))
+    for (left, right), preset in zip(grid, presets, strict=True):
+        for recipe in recipes:
+            mine = [r for r in runs if (r.preset, r.recipe, r.share) == (preset, recipe, 1)]
+            _draw_curves(left, [r.curve for r in mine], recipe, colour[recipe])
+        _frame(left, f"{preset}: validation loss", "tokens", "loss, nats a token")
+        if left.lines:
+            left.legend(frameon=False, fontsize=8)
+        others = [r for r in results if r.preset == preset and r.recipe != baseline]
+        _draw_gaps(right, others, colour)
+        _frame(right, f"{preset}: gap to {baseline}, 95 % over seeds", "gap at the last step, %", "")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+
+
+def _draw_curves(axes: Any, curves: Sequence[Curve], recipe: str, colour: str) -> None:
+    """The mean over seeds, and the range of the seeds as a band; a diverged run ends where it ended."""
+    by_tokens: dict[int, list[float]] = {}
+    for curve in curves:
+        for tokens, loss in curve:
+            by_tokens.setdefault(tokens, []).append(loss)
+    if not by_tokens:
+        return
+    x = sorted(by_tokens)
+    at = [by_tokens[tokens] for tokens in x]
+    mean = [sum(losses) / len(losses) for losses in at]
+    axes.plot(x, mean, color=colour, linewidth=1.4, label=recipe)
+    axes.fill_between(x, [min(v) for v in at], [max(v) for v in at], color=colour, alpha=0.15, linewidth=0)
+
+
+def _draw_gaps(axes: Any, results: Sequence[Result], colour: dict[str, str]) -> None:
+    for place, result in enumerate(results):
+        gap = result.gap_percent
+        if gap is None:
+            axes.text(0, place, "diverged" if result.diverged else "no runs", va="center", fontsize=8)
+            continue
+        half = gap.half if gap.half < float("inf") else 0.0
+        style = {
+            "color": colour[result.recipe],
+            "marker": "o",
+            "markersize": 4,
+            "capsize": 3,
+            "linewidth": 1.4,
+        }
+        axes.errorbar(gap.mean, place, xerr=half, **style)
+    axes.axvline(0, color="#6b7280", linewidth=1)
+    axes.set_yticks(range(len(results)), [result.recipe for result in results], fontsize=8)
+    axes.set_ylim(len(results) - 0.5, -0.5)
+
+
+def _frame(axes: Any, title: str, x: str, y: str) -> None:
+    axes.set_title(title, loc="left", fontsize=9)
+    axes.set_xlabel(x, fontsize=8)
+    axes.set_ylabel(y, fontsize=8)
+    axes.tick_params(labelsize=8)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(alpha=0.2)

@@ -1,0 +1,60 @@
+"""What a comparison knows of one run: read from its folder once, kept as one line of JSON."""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+CHOICES = "choices.json"
+DIVERGED = "diverged.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSummary:
+    """One run of one recipe."""
+
+    preset: str
+    recipe: str
+    seed: int
+    tokens: int
+    """Tokens of the whole run."""
+    share: float = 1.0
+    """Its length as a share of the comparison's: shorter runs of the baseline give its curve."""
+    flops_per_token: float = 0.0
+    """Six times the weights that a token meets."""
+    curve: tuple[tuple[int, float], ...] = ()
+    """(tokens seen, validation loss in nats a token)."""
+    domains: dict[str, float] | None = None
+    """Last validation loss of each domain of the data, where it has several."""
+    val_loss: float | None = None
+    """At the last step; None for a run that diverged."""
+    accuracy: float | None = None
+    """Share of multiple-choice questions answered."""
+    tokens_per_s: float | None = None
+    """Median over the steps."""
+    diverged: str = ""
+    """Step and place where a NaN or an infinity came up first."""
+
+    def to_json(self) -> str:
+        """One line."""
+        return json.dumps(asdict(self))
+
+
+def read_summary(folder: Path, rows: list[dict[str, Any]], steps: int, **known: Any) -> RunSummary | None:
+    """The summary of the run in `folder` with metrics `rows`; None if it neither ended nor diverged."""
+    validated = [row for row in rows if "val_loss" in row]
+    speeds = sorted(row["tokens_per_s"] for row in rows[1:])
+    seen: dict[str, Any] = {
+        "curve": tuple((row["tokens"], row["val_loss"]) for row in validated),
+        "tokens_per_s": speeds[len(speeds) // 2] if speeds else None,
+    }
+    if (folder / DIVERGED).is_file():
+        fault = json.loads((folder / DIVERGED).read_text(encoding="utf-8"))
+        return RunSummary(**known, **seen, diverged=fault["reason"])
+    if not rows or rows[-1]["step"] != steps:
+        return None
+    last = rows[-1]
+    domains = {k.partition("/")[2]: v for k, v in last.items() if k.startswith("val_loss/")}
+    answers = folder / CHOICES
+    accuracy = json.loads(answers.read_text(encoding="utf-8"))["accuracy"] if answers.is_file() else None
+    return RunSummary(**known, **seen, val_loss=last["val_loss"], domains=domains or None, accuracy=accuracy)

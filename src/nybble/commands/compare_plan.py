@@ -1,0 +1,124 @@
+"""What a comparison is going to run, and what that costs."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from nybble.commands.compare_runs import Task, check_folder
+from nybble.data import Dataset
+from nybble.pretrain.config import PretrainConfig
+from nybble.pretrain.defaults import preset_defaults
+from nybble.pretrain.device import pick_device
+from nybble.pretrain.metrics import duration
+from nybble.pretrain.start import build_model
+from nybble.recipes import load_recipe
+
+if TYPE_CHECKING:
+    from nybble.commands.compare import CompareConfig
+
+
+def plan(config: CompareConfig) -> list[Task]:
+    """Every run, seeds outermost, so that a comparison that is cut short has whole seeds.
+
+    Raises ConfigError if a folder holds a run that differs from the plan in more than precision.
+    """
+    dataset = Dataset.open(config.data)
+    recipes = {Path(name).stem: name for name in config.recipe_names}
+    hashes = {label: load_recipe(name).hash() for label, name in recipes.items()}
+    baseline = next(iter(recipes))
+    flops = {preset: flops_per_token(_settings(config, preset, 1), dataset) for preset in config.presets}
+    tasks = []
+    for seed in range(config.seeds):
+        for preset in config.presets:
+            for label, name in recipes.items():
+                for share in [*config.shares, 1.0] if label == baseline else [1.0]:
+                    part = "" if share == 1 else f"-of-{share:g}"
+                    settings = dataclasses.replace(
+                        _settings(config, preset, share),
+                        recipe=name,
+                        seed=seed,
+                        out=config.out / preset / label / f"seed-{seed}{part}",
+                    )
+                    task = Task(
+                        config=settings,
+                        label=label,
+                        share=share,
+                        flops_per_token=flops[preset],
+                        questions=config.questions if share == 1 else 0,
+                    )
+                    check_folder(task, hashes[label])
+                    tasks.append(task)
+    return tasks
+
+
+def _settings(config: CompareConfig, preset: str, share: float) -> PretrainConfig:
+    """The preset's own settings, with a whole schedule for the length of the run."""
+    base = preset_defaults(preset)
+    whole = config.steps or max(1, base.schedule.steps // 3)
+    steps = max(1, round(whole * share))
+    return dataclasses.replace(
+        base,
+        data=config.data,
+        device=config.device,
+        compile=config.compile,
+        threads=0 if on_gpu(config) else 1,
+        batch=dataclasses.replace(base.batch, batch=config.batch or base.batch.batch),
+        schedule=dataclasses.replace(base.schedule, steps=steps, warmup=max(1, steps // 20)),
+        validation=dataclasses.replace(base.validation, val_every=max(1, steps // 8)),
+        checkpoint=dataclasses.replace(base.checkpoint, save_every=max(1, steps // 2), keep=1),
+        log=dataclasses.replace(base.log, log_every=max(1, steps // 10)),
+    )
+
+
+def on_gpu(config: CompareConfig) -> bool:
+    """Whether the runs compute on a GPU."""
+    return pick_device(config.device).type == "cuda"
+
+
+def flops_per_token(settings: PretrainConfig, dataset: Dataset) -> float:
+    """Six times the weights of linear layers and of a token's experts; attention scores are left out."""
+    with torch.device("meta"):
+        model, report = build_model(settings, dataset, load_recipe("bf16"), torch.device("meta"))
+    chosen = int(getattr(model.config, "num_experts_per_tok", 1))
+    sizes = ((row.kind, sum(n * k for n, k in row.shapes)) for row in report.resolved.rows)
+    return 6.0 * sum(size * (chosen if kind == "experts" else 1) for kind, size in sizes)
+
+
+def describe(tasks: list[Task], left: list[Task], jobs: int) -> list[str]:
+    """The plan and its cost, as lines; `left` are the tasks that are still to run."""
+    lines = []
+    for preset in dict.fromkeys(task.config.preset for task in tasks):
+        mine = [task for task in tasks if task.config.preset == preset]
+        whole = next(task for task in mine if task.share == 1)
+        lines.append(
+            f"{preset}: {len(mine)} runs of up to {whole.config.schedule.steps} steps and {whole.tokens:,} "
+            f"tokens, {sum(task.tokens for task in mine):,} in all; "
+            f"{whole.flops_per_token / 6e6:.1f} M weights a token"
+        )
+    work = sum(task.tokens * task.flops_per_token for task in left)
+    lines.append(
+        f"{len(left)} of {len(tasks)} runs to make, {work:.3g} floating-point operations, {jobs} at a time"
+    )
+    if left:
+        lines.append(_time(tasks, left, jobs))
+    return lines
+
+
+def _time(tasks: list[Task], left: list[Task], jobs: int) -> str:
+    """An estimate from the speed of the runs that are done; recipes without one count as the slowest."""
+    summaries = [summary for task in tasks if (summary := task.summary()) is not None]
+    speed = {(s.preset, s.recipe): s.tokens_per_s for s in summaries if s.tokens_per_s}
+    slowest: dict[str, float] = {}
+    for (preset, _), value in speed.items():
+        slowest[preset] = min(value, slowest.get(preset, value))
+    if any(task.config.preset not in slowest for task in left):
+        return "no run is done yet whose speed would tell how long that takes"
+    seconds = sum(
+        task.tokens / speed.get((task.config.preset, task.label), slowest[task.config.preset])
+        for task in left
+    )
+    return f"about {duration(seconds / jobs)} at the speed of the runs that are done"

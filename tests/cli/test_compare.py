@@ -1,0 +1,228 @@
+"""`nybble compare`: paired runs, nothing made twice, and a report that says what is missing."""
+
+import csv
+import json
+import math
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from micro import add_preset, make_data
+
+from nybble.analysis.choices import ANSWER, CHOICES, CONTEXT, accuracy, questions
+from nybble.cli import main
+from nybble.commands import compare_runs
+from nybble.data import Dataset
+from nybble.errors import DataError, NonFiniteError
+from nybble.models import presets
+from nybble.pretrain.metrics import read
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _settings() -> Iterator[None]:
+    before, shipped = torch.get_num_threads(), presets._PRESETS
+    add_preset()
+    yield
+    presets._PRESETS = shipped
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_data(tmp_path_factory.mktemp("data"))
+
+
+WORDS = ["--recipes", "bf16,mxfp8", "--seeds", "2", "--steps", "8", "--lengths", "0.5", "--jobs", "1"]
+
+
+def words(data: Path, out: Path, *more: str) -> list[str]:
+    return ["compare", "micro", "--data", str(data), "--out", str(out), *WORDS, "--questions", "3", *more]
+
+
+@pytest.fixture(scope="module")
+def compared(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("compare") / "out"
+    assert main(words(data, out)) == 0
+    return out
+
+
+def test_the_report_has_a_table_a_plot_and_the_command_that_remakes_it(compared: Path) -> None:
+    report = (compared / "report.md").read_text()
+    assert "| `bf16` | 2 |" in report
+    assert "made by `nybble compare micro --recipes bf16,mxfp8 --seeds 2" in report
+    rows = list(csv.DictReader((compared / "table.csv").read_text().splitlines()))
+    assert [row["recipe"] for row in rows] == ["bf16", "mxfp8"]
+    last = [read(compared / "micro" / "mxfp8" / f"seed-{s}" / "metrics.jsonl")[-1] for s in (0, 1)]
+    base = [read(compared / "micro" / "bf16" / f"seed-{s}" / "metrics.jsonl")[-1] for s in (0, 1)]
+    gaps = [100 * (a["val_loss"] / b["val_loss"] - 1) for a, b in zip(last, base, strict=True)]
+    assert float(rows[1]["gap_percent"]) == pytest.approx(sum(gaps) / 2, rel=1e-4)
+    half = 12.706 * abs(gaps[0] - gaps[1]) / 2  # Student's t of one degree of freedom
+    assert float(rows[1]["gap_percent_high"]) == pytest.approx(sum(gaps) / 2 + half, rel=1e-3)
+    assert (compared / "compare.png").read_bytes().startswith(b"\x89PNG")
+    runs = [json.loads(line) for line in (compared / "runs.jsonl").read_text().splitlines()]
+    assert len(runs) == 6
+    assert {(run["recipe"], run["share"]) for run in runs} == {("bf16", 0.5), ("bf16", 1.0), ("mxfp8", 1.0)}
+
+
+def test_runs_of_a_seed_begin_alike_and_see_the_same_data(compared: Path) -> None:
+    """In its first step a recipe differs by rounding alone; another seed differs by far more."""
+    first = {
+        (recipe, seed): read(compared / "micro" / recipe / f"seed-{seed}" / "metrics.jsonl")[0]["loss"]
+        for recipe in ("bf16", "mxfp8")
+        for seed in (0, 1)
+    }
+    paired = abs(first["bf16", 0] - first["mxfp8", 0])
+    assert 0 < paired < 0.02
+    assert abs(first["bf16", 0] - first["bf16", 1]) > 2 * paired
+
+
+def test_what_is_done_is_not_made_again_and_more_seeds_are_added(
+    data: Path, compared: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made: list[str] = []
+    original = compare_runs.run
+    monkeypatch.setattr(compare_runs, "run", lambda task: made.append(task.name) or original(task))
+    assert main(words(data, compared)) == 0
+    assert made == []
+    assert main(words(data, compared, "--recipes", "bf16,mxfp8,inkling", "--seeds", "1", "--dry-run")) == 0
+    out = capsys.readouterr().out
+    assert "1 of 4 runs to make" in out
+    assert "about 0:00:" in out
+    assert made == []
+    (compared / "micro" / "mxfp8" / "seed-1" / "choices.json").unlink()
+    assert main(words(data, compared)) == 0
+    assert made == ["micro mxfp8 seed 1"]
+
+
+def test_a_report_of_what_is_done_runs_nothing(
+    data: Path, compared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "copy"
+    shutil.copytree(compared, out)
+    shutil.rmtree(out / "micro" / "mxfp8" / "seed-1")
+    assert main(words(data, out, "--report-only")) == 0
+    report = capsys.readouterr().out
+    assert "1 of 6 runs are missing" in report
+    assert "no pair of runs for seed 1; its intervals are of 1 instead of 2 seeds" in report
+    assert not (out / "micro" / "mxfp8" / "seed-1").exists()
+    assert main(words(data, tmp_path / "nothing", "--report-only")) == 1
+    assert "no run is done in" in capsys.readouterr().err
+
+
+def test_a_dry_run_writes_nothing(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words(data, tmp_path / "new", "--dry-run")) == 0
+    out = capsys.readouterr().out
+    assert "micro: 6 runs of up to 8 steps and 256 tokens" in out
+    assert "6 of 6 runs to make" in out
+    assert "floating-point operations" in out
+    assert not (tmp_path / "new").exists()
+
+
+def test_runs_that_differ_in_more_than_precision_are_refused(
+    data: Path, compared: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = (compared / "report.md").read_bytes()
+    assert main(words(data, compared, "--batch", "3")) == 1
+    error = capsys.readouterr().err
+    assert (
+        "batch.batch 2, this comparison has 3: recipes are compared only where they differ in nothing"
+        in error
+    )
+    table = compared / "micro" / "mxfp8" / "seed-0" / "precision.txt"
+    text = table.read_text()
+    table.write_text(text.replace("recipe mxfp8 (", "recipe mxfp8 (0", 1))
+    assert main(words(data, compared)) == 1
+    assert "another version of the recipe mxfp8" in capsys.readouterr().err
+    table.write_text(text)
+    assert (compared / "report.md").read_bytes() == before
+
+
+def test_a_diverged_run_is_reported_and_a_missing_seed_widens_the_interval(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from nybble.pretrain import start
+
+    original = start.pretrain
+    reason = "step 3: the loss is nan and the gradient norm nan: first seen in the output of model.layers.1"
+
+    def pretrain(config: Any, **how: Any) -> int:
+        if (config.recipe, config.seed) == ("mxfp8", 1):
+            raise NonFiniteError(reason)
+        return original(config, **how)
+
+    monkeypatch.setattr(start, "pretrain", pretrain)
+    flags = ["--questions", "0", "--lengths", "", "--steps", "2"]
+    assert main(words(data, tmp_path / "out", *flags)) == 0
+    report = capsys.readouterr().out
+    assert f"micro, `mxfp8`, seed 1 diverged: {reason}" in report
+    assert "(one seed)" in report
+    runs = [json.loads(line) for line in (tmp_path / "out" / "runs.jsonl").read_text().splitlines()]
+    assert [run["diverged"] for run in runs if run["diverged"]] == [reason]
+    monkeypatch.setattr(start, "pretrain", original)
+    assert main(words(data, tmp_path / "out", *flags)) == 0  # a result is not tried again
+    assert reason in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--recipes", "bf16"], "name at least two different ones"),
+        (["--recipes", "bf16,bf16"], "name at least two different ones"),
+        (["--recipes", "bf16,inklin"], "did you mean 'inkling'"),
+        (["--seeds", "0"], "seeds is 0"),
+        (["--lengths", "0.5,2"], "lengths is '0.5,2'; each must be a share"),
+        (["--lengths", "half"], "write numbers with commas"),
+        (["--steps", "-1"], "steps is -1"),
+    ],
+)
+def test_bad_flags_name_themselves(
+    data: Path, tmp_path: Path, flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words(data, tmp_path / "out", *flags)) == 1
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+class Oracle(torch.nn.Module):
+    """Predicts with certainty what its text says next."""
+
+    def __init__(self, text: torch.Tensor, vocabulary: int) -> None:
+        super().__init__()
+        self.text, self.vocabulary = text, vocabulary
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+
+    def forward(self, ids: torch.Tensor) -> Any:
+        logits = torch.zeros(*ids.shape, self.vocabulary)
+        for row, context in enumerate(ids[:, :CONTEXT]):
+            at = (self.text.unfold(0, CONTEXT, 1) == context).all(1).nonzero()[0, 0]
+            known = self.text[at + CONTEXT : at + CONTEXT + ANSWER]
+            logits[row, CONTEXT - 1 : -1].scatter_(1, known[:, None], 9.0)
+        return type("Output", (), {"logits": logits})
+
+
+def test_questions_have_one_right_answer_which_a_model_that_knows_the_text_finds(data: Path) -> None:
+    dataset = Dataset.open(data)
+    asked = questions(dataset, 5, seed=1)
+    assert asked.shape[1:] == (CHOICES, CONTEXT + ANSWER)
+    assert torch.equal(asked, questions(dataset, 5, seed=1))
+    assert (asked[:, :, :CONTEXT] == asked[:, :1, :CONTEXT]).all()
+    shards = dataset.shards("val")
+    text = torch.from_numpy(shards.read(0, len(shards)).astype("int64"))
+    assert accuracy(Oracle(text, dataset.vocab_size), asked) == 1.0
+    ignorant = Oracle(text, dataset.vocab_size)
+    ignorant.forward = lambda ids: type("O", (), {"logits": torch.zeros(*ids.shape, dataset.vocab_size)})  # type: ignore[method-assign]
+    assert accuracy(ignorant, asked) == 0.0  # a tie is no answer
+    assert not math.isnan(accuracy(ignorant, asked))
+
+
+def test_too_little_text_for_questions_is_named(tmp_path: Path) -> None:
+    from nybble.data import PrepareConfig, prepare
+
+    (tmp_path / "a.txt").write_text("few words\n" * 30)
+    config = PrepareConfig(source=(str(tmp_path / "a.txt"),), out=tmp_path / "d", vocab_size=300, quiet=True)
+    with pytest.raises(DataError, match="make no multiple-choice questions"):
+        questions(Dataset.open(prepare(config)), 5)
