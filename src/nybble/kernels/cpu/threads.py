@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from nybble.kernels.cpu import team
+
 # Below this many elements for each thread, handing work over costs more than it saves.
 MIN_ELEMENTS_PER_THREAD = 1 << 15
 
@@ -57,6 +59,9 @@ def split(function: Callable[..., Any], items: int, elements: int, *arguments: A
         for i in left:
             function(items * i // pieces, items * (i + 1) // pieces, *arguments)
 
+    if team.available():
+        team.run(work, threads)
+        return
     pool = _executor(threads - 1)
     helpers = [pool.submit(work) for _ in range(threads - 1)]
     try:
