@@ -8,14 +8,14 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from nybble import formats
     from nybble.formats import QTensor, key, quantize
-    from nybble.layers import convert
+    from nybble.parallel import convert
     from nybble.recipes import load_recipe
 
 __all__ = ["QTensor", "convert", "formats", "key", "load_recipe", "quantize"]
 
 _HOME = {
     "QTensor": "nybble.formats",
-    "convert": "nybble.layers",
+    "convert": "nybble.parallel",
     "key": "nybble.formats",
     "load_recipe": "nybble.recipes",
     "quantize": "nybble.formats",

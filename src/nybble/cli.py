@@ -56,6 +56,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         if debug or not _is_users(error):
             raise
+        from nybble.together import OtherRankError
+
+        if isinstance(error, OtherRankError):
+            return 1  # the other rank has said why
         return _fail(_sentence(error))
 
 

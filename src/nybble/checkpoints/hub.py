@@ -14,8 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 from transformers.utils import logging
 
+from nybble import together
 from nybble.checkpoints.manifest import NAME, read_manifest, verify
 from nybble.checkpoints.store import latest
 from nybble.data import TextTokenizer, load_tokenizer
@@ -36,11 +39,26 @@ class TrainedModel:
 
 
 def save_model(folder: Path, model: Inkling2ForCausalLM, tokenizer: TextTokenizer, recipe: Recipe) -> None:
-    """Writes the folder."""
-    with _no_progress_bar():
-        model.save_pretrained(folder)
-    tokenizer.save(folder)
-    (folder / "recipe.toml").write_text(recipe.to_toml(), encoding="utf-8")
+    """Writes the folder. Of several ranks all call it, rank 0 writes, from the shards of all."""
+    weights = _whole_weights(model) if together.active() else None
+
+    def write() -> None:
+        with _no_progress_bar():
+            model.save_pretrained(folder, state_dict=weights)
+        tokenizer.save(folder)
+        (folder / "recipe.toml").write_text(recipe.to_toml(), encoding="utf-8")
+
+    together.on_main(write)
+
+
+def _whole_weights(model: Inkling2ForCausalLM) -> dict[str, Tensor]:
+    """Every weight whole and in the memory of the host, on rank 0 alone; one after the other is gathered."""
+    whole: dict[str, Tensor] = {}
+    for name, weight in model.state_dict().items():
+        full = weight.full_tensor() if isinstance(weight, DTensor) else weight
+        if together.is_main():
+            whole[name] = full.detach().cpu()
+    return whole
 
 
 @contextmanager

@@ -23,6 +23,7 @@ from typing import Any
 
 from torch import Tensor
 
+from nybble import together
 from nybble.checkpoints.manifest import NAME, read_manifest, seal, verify
 from nybble.checkpoints.tensors import save_tensors
 from nybble.errors import CheckpointError
@@ -56,26 +57,35 @@ def write(
 ) -> Path:
     """Writes the checkpoint of `step` under `root` and returns its folder. `extras` adds files to the folder.
 
+    Of several ranks all call it, on a file system that they share: each writes its shards, rank 0 the rest.
     Either the whole checkpoint is there afterwards, or none of it is. Raises CheckpointError if the disk is
     full.
     """
     target = root / f"step_{step:08d}"
     aside = root / f"{_UNFINISHED}{target.name}"
-    try:
+
+    def begin() -> None:
         sweep(root)
         aside.mkdir(parents=True)
         (aside / "state.json").write_text(json.dumps(state, indent=1), encoding="utf-8")
-        save_tensors(aside / "tensors", tensors)
-        if extras is not None:
-            extras(aside)
+
+    def finish() -> None:
         seal(aside, step, identity)
         if target.exists():  # only a run that was resumed from an older checkpoint gets here
             target.rename(root / f"{_UNFINISHED}replaced-{target.name}")
         aside.rename(target)
         _sync_folder(root)
         sweep(root)
+
+    try:
+        together.on_main(begin)
+        together.all_or_none(lambda: save_tensors(aside / "tensors", tensors))
+        if extras is not None:
+            extras(aside)
+        together.on_main(finish)
     except BaseException as error:
-        shutil.rmtree(aside, ignore_errors=True)
+        if together.is_main():
+            shutil.rmtree(aside, ignore_errors=True)
         if is_disk_full(error):
             kept = latest(root)
             rest = f"the checkpoint {kept} is intact" if kept else "there is no older checkpoint"

@@ -14,9 +14,9 @@ from nybble.pretrain.configfile import flatten, load_toml
 from nybble.pretrain.defaults import preset_defaults
 
 FREE = ("out", "data", "device", "threads", "compile", "activation_checkpointing", "schedule.steps")
-FREE_SECTIONS = ("checkpoint.", "log.")
+FREE_SECTIONS = ("checkpoint.", "log.", "parallel.")
 """What may change when a run resumes; anything else would make it another run. Other steps bend the schedule
-from there on; another number of threads, another device or compiling may change last bits."""
+from there on; another number of threads or ranks, another device or compiling may change last bits."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,8 +5,8 @@ The draw of an element is 16 bits out of one Philox block (Salmon et al., Parall
 
     key      k0 = seed & 0xffffffff          k1 = (seed >> 32) & 0xffffffff
     element  e = (leading * R + row) * C + col      row-major index in the logical tensor [..., R, C]; with
-             `rows`, `row` is replaced by rows[row]; `first`, a multiple of 8, is added: the index in the whole
-             of which the tensor is a part. g = e >> 3, j = e & 7: eight elements share a block.
+             `rows`, `row` is replaced by rows[row]; `first`, a multiple of 8, is added: the index in the
+             whole of which the tensor is a part. g = e >> 3, j = e & 7: eight elements share a block.
     counter  c0 = g & 0xffffffff             c1 = ((g >> 32) & 0xffff) | (micro << 16)
              c2 = step & 0xffffffff          c3 = (layer << 8) | operand
     draw     (w[j >> 1] >> (16 * (j & 1))) & 0xffff       of the output words w[0..3]

@@ -45,6 +45,10 @@ class Plan(NamedTuple):
 class Exchange(Protocol):
     """Takes tokens to the experts of other ranks and brings the results back; see `nybble.parallel`."""
 
+    def specs(self, up: Spec, down: Spec) -> tuple[Spec, Spec]:
+        """The precision of products whose operands may arrive quantised."""
+        ...
+
     def __call__(
         self, experts: "Experts", x: Tensor, index: Tensor, weights: Tensor, rows: Tensor | None
     ) -> Tensor: ...

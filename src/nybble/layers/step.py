@@ -92,5 +92,7 @@ def _enter(module: nn.Module, gemms: Any) -> None:
     layer: Any = module
     if hasattr(layer, "specs"):
         layer.specs = tuple(spec._replace(gemms=gemms) for spec in layer.specs)
+        if layer.exchange is not None:
+            layer.specs = layer.exchange.specs(*layer.specs)
     else:
         layer.spec = layer.spec._replace(gemms=gemms)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from nybble import together
 from nybble.models.balance import ExpertLoad
 
 
@@ -25,6 +27,8 @@ class LoadBalance:
         if self.model is None:
             return []
         counts = self.model.expert_counts()
+        if together.active():
+            dist.all_reduce(counts)
         if self.rate > 0:
             self.model.update_router_bias(self.rate, counts)
         return counts.tolist()

@@ -129,6 +129,35 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """How several ranks share a run; a run of one process ignores it. May change when a run resumes."""
+
+    expert_parallel: int = 0
+    """Ranks that share out the experts of a layer; 0 is as many as divide both ranks and experts."""
+    replicate: int = 1
+    """Groups of ranks that hold a copy of the whole model each (HSDP); 1 shards it over all."""
+    reshard: bool = True
+    """Free gathered parameters after the forward pass and gather them again for the backward pass."""
+    gather: Literal["fp32", "bf16"] = "fp32"
+    """In which dtype parameters are gathered; bf16 halves that traffic, but rounds before quantising."""
+    slow_exchange: float = 30.0
+    """Seconds of waiting for other ranks after which the step, the layer and the leg are reported."""
+    exchange_limit: float = 600.0
+    """Seconds of waiting for other ranks that end the run."""
+
+    def __post_init__(self) -> None:
+        _require(
+            self.expert_parallel >= 0,
+            "expert_parallel",
+            f"is {self.expert_parallel}; it must not be negative",
+        )
+        _require(self.replicate >= 1, "replicate", f"is {self.replicate}; it must be at least 1 group")
+        for name in ("slow_exchange", "exchange_limit"):
+            value = getattr(self, name)
+            _require(value > 0, name, f"is {value} s; it must be above 0")
+
+
+@dataclass(frozen=True, kw_only=True)
 class LogConfig:
     """What is shown while the run goes on. `metrics.jsonl` is written each step whatever these say."""
 
@@ -175,6 +204,7 @@ class PretrainConfig:
     validation: ValidationConfig = field(default_factory=ValidationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
     def __post_init__(self) -> None:
         _require(self.vocab_size >= 0, "vocab_size", f"is {self.vocab_size}; it must not be negative")

@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nybble import together
 from nybble.errors import NonFiniteError
+from nybble.layers.experts import local
 
 
 def check_parameters(model: nn.Module, step: int) -> None:
@@ -28,7 +30,7 @@ def locate(model: nn.Module, run_step: Callable[[], object], step: int) -> str:
 
     The gradients it leaves behind are cleared.
     """
-    check_parameters(model, step)
+    together.all_or_none(lambda: check_parameters(model, step))
     found: list[str] = []
     handles: list[Any] = []
 
@@ -71,11 +73,14 @@ def locate(model: nn.Module, run_step: Callable[[], object], step: int) -> str:
         for handle in handles:
             handle.remove()
         model.zero_grad(set_to_none=True)
-    return found[0] if found else "no single layer shows it when the step is run again"
+    for first in together.gather(found[:1]):
+        if first:
+            return first[0]
+    return "no single layer shows it when the step is run again"
 
 
 def _finite(x: Tensor) -> bool:
-    return bool(torch.isfinite(x.detach()).all())
+    return bool(torch.isfinite(local(x.detach())).all())
 
 
 def _tensors(output: Any) -> Iterator[Tensor]:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nybble import together
 from nybble.errors import NonFiniteError
 from nybble.pretrain import metrics
 from nybble.pretrain.balance import max_violation
@@ -43,6 +44,7 @@ def train_step(session: Session, step: int) -> dict[str, Any]:
     norm = optimiser.clip_gradients()
 
     loss_value, norm_value = torch.stack([loss, norm.float()]).tolist()
+    (loss_value,) = together.total([loss_value], session.device)
     if not (math.isfinite(loss_value) and math.isfinite(norm_value)):
         optimiser.zero_grad()
         place = locate(session.model, lambda: forward_backward(session, batches, step), step + 1)
@@ -64,16 +66,17 @@ def train_step(session: Session, step: int) -> dict[str, Any]:
     }
     if counts:
         row |= {"load_violation": max_violation(counts), "tokens_per_expert": counts}
-    return row
+    return row | session.exchanged()
 
 
 def forward_backward(session: Session, batches: list[Batch], step: int) -> Tensor:
-    """Mean loss over the batches (nats a token, FP32, []), with its gradient added to the parameters'."""
+    """Mean loss over the batches (nats a token, FP32, []), with its gradient added to the parameters'; of
+    several ranks, this one's share of the mean over all."""
     total = torch.zeros((), device=session.device)
     for micro, batch in enumerate(batches):
         session.set_step(step, micro)
         # Packed sequences all have the same number of targets, so the mean of means is the mean.
-        loss = session.loss(batch) / len(batches)
+        loss = session.loss(batch) / (len(batches) * together.world())
         loss.backward()
         total += loss.detach()
     return total
@@ -94,10 +97,16 @@ def validate(session: Session, step: int) -> dict[str, float]:
         totals[domain] = totals.get(domain, 0) + session.loss(batch).double() * count
         targets[domain] = targets.get(domain, 0) + count
     session.model.train()
-    whole = {"val_loss": float(torch.stack(list(totals.values())).sum() / sum(targets.values()))}
+    session.monitor.meter.take()  # exchanges of validation are not the next step's
+    # All domains in one sum over ranks: losses, then numbers of targets.
+    mine = [*(float(total) for total in totals.values()), *targets.values()]
+    sums = together.total(mine, session.device)
+    losses, counts = sums[: len(totals)], sums[len(totals) :]
+    whole = {"val_loss": sum(losses) / sum(counts)}
     if len(totals) == 1:
         return whole
-    return whole | {f"val_loss/{name}": float(total / targets[name]) for name, total in totals.items()}
+    by_domain = zip(totals, losses, counts, strict=True)
+    return whole | {f"val_loss/{name}": loss / count for name, loss, count in by_domain}
 
 
 def train(session: Session, stop: StopRequest) -> list[dict[str, Any]]:
@@ -123,7 +132,8 @@ def train(session: Session, stop: StopRequest) -> list[dict[str, Any]]:
         row["elapsed_s"] = round(session.elapsed_s, 3)
         row["tokens_per_s"] = round(config.batch.tokens_per_step / step_seconds, 1)
         row["memory_gib"] = round(session.peak_memory() / 2**30, 3)
-        session.metrics.write(row)
+        if together.is_main():
+            session.metrics.write(row)
         for sink in session.sinks:
             sink.write(session.step, scalars(row))
 
@@ -131,11 +141,13 @@ def train(session: Session, stop: StopRequest) -> list[dict[str, Any]]:
             pace_s = timed_s / (step - first) if step > first else seconds
             print(metrics.step_line(row, steps, eta_s=pace_s * (steps - session.step)), flush=True)
 
+        # A signal reaches the ranks in different steps: all stop after the one in which it reached any.
+        stop.signum = together.largest(stop.signum, session.device)
         if last or stop.signum or _due(session.step, config.checkpoint.save_every):
             session.save()
         if stop.signum:
             break
-    return metrics.read(session.run.metrics)
+    return together.on_main(lambda: metrics.read(session.run.metrics))
 
 
 def _due(step: int, every: int) -> bool:

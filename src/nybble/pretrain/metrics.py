@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any, TextIO
 
-TIMING_FIELDS = frozenset({"elapsed_s", "tokens_per_s", "memory_gib"})
+TIMING_FIELDS = frozenset({"elapsed_s", "tokens_per_s", "memory_gib", "exchange_wait_s"})
 """Fields that differ between two runs of the same settings; all others are equal, bit for bit."""
 
 
@@ -64,9 +64,27 @@ def step_line(row: dict[str, Any], steps: int, eta_s: float) -> str:
     parts += [
         f"{_si(row['tokens_per_s'])} tok/s",
         f"{row['memory_gib']:.1f} GiB",
+        *_exchanged(row),
         f"eta {duration(eta_s)}",
     ]
     return "  ".join(parts)
+
+
+def exchanged(counted: dict[str, float], waited: dict[str, float], tokens: int, ranks: int) -> dict[str, Any]:
+    """Entries of a row on the exchanges between ranks, from the sums over ranks of bytes and seconds by leg:
+    bytes that left a rank for each token of the step, all layers together; seconds of waiting, the ranks'
+    mean."""
+    return {
+        "exchange_bytes_per_token": {leg: round(count / tokens, 3) for leg, count in counted.items()},
+        "exchange_wait_s": {leg: round(seconds / ranks, 4) for leg, seconds in waited.items()},
+    }
+
+
+def _exchanged(row: dict[str, Any]) -> list[str]:
+    if "exchange_bytes_per_token" not in row:
+        return []
+    sent = sum(row["exchange_bytes_per_token"].values())
+    return [f"sent {_si(sent)}B/token", f"waited {sum(row['exchange_wait_s'].values()):.2f} s"]
 
 
 def duration(seconds: float) -> str:

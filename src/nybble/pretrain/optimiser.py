@@ -12,7 +12,9 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 
-from nybble.errors import CheckpointError
+from nybble import together
+from nybble.errors import CheckpointError, ConfigError
+from nybble.parallel.gradients import by_mesh, clip, total_norm
 from nybble.pretrain.config import OptimiserConfig
 
 
@@ -37,9 +39,9 @@ class Optimiser:
     def clip_gradients(self) -> Tensor:
         """Scales the gradients to a global norm of at most `clip`; returns the norm before, FP32, []."""
         gradients = [p.grad for p in self.named.values() if p.grad is not None]
-        norm = nn.utils.get_total_norm(gradients)
+        norm = total_norm(gradients)
         if self.clip > 0:
-            nn.utils.clip_grads_with_norm_(self.named.values(), self.clip, norm)
+            clip(self.named.values(), self.clip, norm)
         return norm
 
     def step(self) -> None:
@@ -105,6 +107,8 @@ def _build(
     by_muon = _muon_filter(model) if config.optimiser == "muon" else (lambda _: False)
     parts: list[torch.optim.Optimizer] = []
     muon = [(name, p) for name, p in named.items() if by_muon(p)]
+    if muon and together.active():
+        raise ConfigError("optimiser muon needs whole matrices, and ranks hold parts of them; use adamw")
     if muon:
         parts.append(
             torch.optim.Muon(
@@ -116,11 +120,13 @@ def _build(
             )
         )
     rest = [p for p in named.values() if not by_muon(p)]
+    decays = ((lambda p: is_matrix(p), config.weight_decay), (lambda p: not is_matrix(p), 0.0))
+    # Parameters that lie on different arrangements of ranks cannot share a fused call.
     groups = [
-        {"params": [p for p in rest if is_matrix(p)], "weight_decay": config.weight_decay},
-        {"params": [p for p in rest if not is_matrix(p)], "weight_decay": 0.0},
+        {"params": group, "weight_decay": decay}
+        for wanted, decay in decays
+        for group in by_mesh(p for p in rest if wanted(p))
     ]
-    groups = [group for group in groups if group["params"]]
     if groups:
         # Fused is one pass over memory on CPUs and GPUs alike, and gives the same bits whatever the
         # tensor's size.

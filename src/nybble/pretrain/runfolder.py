@@ -18,6 +18,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from nybble import together
 from nybble.errors import ConfigError
 
 OWNED = ("config.toml", "env.json", "precision.txt", "metrics.jsonl", "checkpoints", "plots", "tensorboard")
@@ -27,11 +28,16 @@ class RunFolder:
     """An open run folder, locked against a second writer until the process ends."""
 
     def __init__(self, path: Path, *, resume: bool = False, overwrite: bool = False) -> None:
-        """Creates the folder, or takes over an existing run if `resume` or `overwrite` says so.
+        """Creates the folder, or takes over an existing run if `resume` or `overwrite` says so. Of several
+        ranks, rank 0 does and holds the lock.
 
         Raises ConfigError if the folder holds a run and neither is given, or if another process writes to it.
         """
         self.path = path
+        self._lock = together.on_main(lambda: self._open(resume, overwrite))
+
+    def _open(self, resume: bool, overwrite: bool) -> int:
+        path = self.path
         if path.exists() and not path.is_dir():
             raise ConfigError(f"out: {path} is a file; name a folder")
         holds_run = any((path / name).exists() for name in ("config.toml", "metrics.jsonl", "checkpoints"))
@@ -43,7 +49,7 @@ class RunFolder:
                 "or name another folder"
             )
         path.mkdir(parents=True, exist_ok=True)
-        self._lock = self._take_lock()
+        lock = self._take_lock()
         if overwrite and holds_run and not resume:
             for name in OWNED:
                 target = path / name
@@ -51,6 +57,7 @@ class RunFolder:
                     shutil.rmtree(target)
                 else:
                     target.unlink(missing_ok=True)
+        return lock
 
     @property
     def checkpoints(self) -> Path:
@@ -61,13 +68,16 @@ class RunFolder:
         return self.path / "metrics.jsonl"
 
     def write(self, name: str, text: str) -> None:
-        """Writes a small text file of the run, whole or not at all."""
+        """Writes a small text file of the run, whole or not at all; rank 0 does."""
+        if not together.is_main():
+            return
         aside = self.path / f".{name}.unfinished"
         aside.write_text(text, encoding="utf-8")
         aside.replace(self.path / name)
 
     def close(self) -> None:
-        os.close(self._lock)
+        if together.is_main():
+            os.close(self._lock)
 
     def _take_lock(self) -> int:
         """The system drops the lock when the process dies, however it dies."""
@@ -82,7 +92,7 @@ class RunFolder:
         return handle
 
 
-def environment(device: Any, status: str) -> str:
+def environment(device: Any, status: str, ranks: int = 1) -> str:
     """What a reader needs to judge or repeat the run, as JSON: versions, device, revision of the code."""
     import torch
 
@@ -103,6 +113,7 @@ def environment(device: Any, status: str) -> str:
         "device": str(device),
         "hardware": hardware,
         "numerics": status,
+        "ranks": ranks,
         "cpu_threads": torch.get_num_threads(),
         "cuda": torch.version.cuda,
         "git_revision": _git_revision(),

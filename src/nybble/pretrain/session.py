@@ -12,12 +12,15 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from nybble import checkpoints
+from nybble import checkpoints, together
 from nybble.checkpoints.identity import check_identity
 from nybble.checkpoints.tensors import load_tensors, tensor_shapes
 from nybble.errors import CheckpointError
+from nybble.layers.experts import local
 from nybble.layers.refresh import refresh
 from nybble.layers.step import set_step
+from nybble.parallel import Monitor
+from nybble.pretrain import metrics
 from nybble.pretrain.balance import LoadBalance
 from nybble.pretrain.config import PretrainConfig
 from nybble.pretrain.metrics import MetricsFile
@@ -57,9 +60,10 @@ class Session:
         identity: dict[str, Any],
         export: Callable[[nn.Module, Path], None] | None = None,
         device: torch.device | None = None,
+        monitor: Monitor | None = None,
     ) -> None:
         """`held_out_data` may be given by domain. `identity` is what a checkpoint must share to be resumed;
-        `export` adds a transformers folder to it.
+        `export` adds a transformers folder to it; `monitor` is what the exchanges of several ranks report to.
         """
         self.config, self.run, self.model = config, run, model
         self.device = device or torch.device("cpu")
@@ -74,6 +78,7 @@ class Session:
         self._identity = identity
         self._export = export
         self._metrics: MetricsFile | None = None
+        self.monitor = monitor or Monitor()
 
     @property
     def metrics(self) -> MetricsFile:
@@ -111,9 +116,22 @@ class Session:
     def set_step(self, step: int, micro: int) -> None:
         """Tells the stochastic rounding where the run is."""
         set_step(self.model, step, micro, seed=self.config.seed)
-        if micro == 0 and self.config.compile:
+        self.monitor.watch.step = step + 1
+        if micro == 0 and self.config.compile and not together.active():
             # A compiled forward pass cannot see that weights have changed, and would quantise them each time.
             refresh(self.model)
+
+    def exchanged(self) -> dict[str, Any]:
+        """Entries of a row on the exchanges since the last one; none for a run of one process."""
+        if not together.active():
+            return {}
+        counted, waited = self.monitor.meter.take()
+        sums = together.total([*counted.values(), *waited.values()], self.device)
+        tokens = self.config.batch.tokens_per_step
+        by_leg = [
+            dict(zip(counted, part, strict=True)) for part in (sums[: len(counted)], sums[len(counted) :])
+        ]
+        return metrics.exchanged(by_leg[0], by_leg[1], tokens, together.world())
 
     def peak_memory(self) -> int:
         """Most bytes used so far: of the GPU, or of the process on a CPU."""
@@ -126,7 +144,8 @@ class Session:
 
     def save(self) -> Path:
         """Writes a checkpoint and deletes those beyond `keep`. Raises CheckpointError if the disk is full."""
-        self.metrics.sync()
+        if together.is_main():
+            self.metrics.sync()
         tensors = self._model_tensors() | {f"optimiser/{k}": v for k, v in self.optimiser.state().items()}
         tensors["rng/cpu"] = torch.get_rng_state()
         if self.device.type == "cuda":
@@ -134,7 +153,7 @@ class Session:
         state = {"data": self._train_data.state_dict(), "elapsed_s": self.elapsed_s}
         export = None if self._export is None else partial(self._export, self.model)
         path = checkpoints.write(self.run.checkpoints, self.step, tensors, state, self._identity, export)
-        checkpoints.prune(self.run.checkpoints, self.config.checkpoint.keep)
+        together.on_main(lambda: checkpoints.prune(self.run.checkpoints, self.config.checkpoint.keep))
         return path
 
     def restore(self) -> Path | None:
@@ -142,11 +161,10 @@ class Session:
 
         Raises CheckpointError if it is corrupt, or belongs to another model, recipe or data.
         """
-        checkpoints.sweep(self.run.checkpoints)
-        path = checkpoints.latest(self.run.checkpoints)
-        if path is None:
+        saved = together.on_main(self._newest)
+        if saved is None:
             return None
-        saved = checkpoints.read(path)
+        path = saved.path
         check_identity(saved.identity, self._identity, path)
         if saved.step > self.config.schedule.steps:
             raise CheckpointError(
@@ -166,6 +184,11 @@ class Session:
         self.elapsed_s = saved.state["elapsed_s"]
         return path
 
+    def _newest(self) -> checkpoints.Checkpoint | None:
+        checkpoints.sweep(self.run.checkpoints)
+        path = checkpoints.latest(self.run.checkpoints)
+        return None if path is None else checkpoints.read(path)
+
     def last_checkpoint(self) -> str:
         path = checkpoints.latest(self.run.checkpoints)
         return f"the last checkpoint is {path}" if path else "no checkpoint was saved yet"
@@ -175,8 +198,9 @@ class Session:
         seen: set[int] = set()
         tensors: dict[str, Tensor] = {}
         for name, tensor in self.model.state_dict().items():
-            if tensor.data_ptr() not in seen or tensor.numel() == 0:
-                seen.add(tensor.data_ptr())
+            address = local(tensor).data_ptr()
+            if address not in seen or local(tensor).numel() == 0:
+                seen.add(address)
                 tensors[f"model/{name}"] = tensor
         return tensors
 

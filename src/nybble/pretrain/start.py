@@ -9,12 +9,16 @@ from typing import Any
 
 import torch
 
+from nybble import together
 from nybble.analysis.plots import plot_loss
 from nybble.checkpoints.hub import save_model
 from nybble.checkpoints.identity import digest
 from nybble.data import Dataset, Loader
-from nybble.layers import Report, convert
+from nybble.errors import ConfigError
+from nybble.layers import Report
 from nybble.models import Inkling2ForCausalLM, presets
+from nybble.parallel import Mesh, Monitor, convert, make_mesh, shard
+from nybble.parallel.launch import check_agreement, joined, rank_device
 from nybble.pretrain import metrics
 from nybble.pretrain.config import PretrainConfig
 from nybble.pretrain.configfile import dump, flatten
@@ -32,13 +36,26 @@ def pretrain(config: PretrainConfig, *, resume: bool = False, overwrite: bool = 
 
     All that can be wrong with the settings is found before the run folder is touched.
     """
-    device = pick_device(config.device)
+    device = rank_device(pick_device(config.device))
     if config.threads:
         torch.set_num_threads(config.threads)
+    monitor, exchanges = Monitor(), config.parallel
+    limits = {"slow_s": exchanges.slow_exchange, "timeout_s": exchanges.exchange_limit}
+    with joined(device, monitor.watch, **limits):
+        return _pretrain(config, device, monitor, resume=resume, overwrite=overwrite)
+
+
+def _pretrain(
+    config: PretrainConfig, device: torch.device, monitor: Monitor, *, resume: bool, overwrite: bool
+) -> int:
+    if together.restarted() and (config.run_folder / "config.toml").is_file():
+        resume, overwrite = True, False  # the launcher repeats the command of the run's beginning
     dataset = Dataset.open(config.data)
     recipe = load_recipe(config.recipe)
+    settings = digest({k: v for k, v in flatten(config).items() if k not in ("data", "out", "threads")})
+    check_agreement({"recipe": recipe.hash(), "data": dataset.sha256, "settings": settings[:12]})
     train_data, held_out = _loaders(config, dataset)
-    model, report = build_model(config, dataset, recipe, device)
+    model, report, mesh = build_model(config, dataset, recipe, device, monitor)
 
     run = RunFolder(config.run_folder, resume=resume, overwrite=overwrite)
     session = Session(
@@ -50,26 +67,33 @@ def pretrain(config: PretrainConfig, *, resume: bool = False, overwrite: bool = 
         identity=_identity(model, recipe, dataset),
         export=partial(_export, dataset=dataset, report=report, steps=config.schedule.steps),
         device=device,
+        monitor=monitor,
     )
     try:
         start = session.restore() if resume else None
         status = numerics_status(device)
         run.write("config.toml", dump(dataclasses.replace(config, out=run.path)))
-        run.write("env.json", environment(device, status))
+        run.write("env.json", environment(device, status, together.world()))
         run.write("precision.txt", report.table())
-        _introduce(session, report, dataset, status, start if resume else None, resume)
-        session.sinks += open_sinks(config.log, run.path, flatten(config), session.step)
+        _introduce(session, report, mesh, dataset, status, start if resume else None, resume)
+        if together.is_main():
+            session.sinks += open_sinks(config.log, run.path, flatten(config), session.step)
         with StopRequest() as stop:
             rows = train(session, stop)
-        return _conclude(session, rows, dataset, stop)
+        return together.on_main(lambda: _conclude(session, rows, dataset, stop))
     finally:
         session.close()
 
 
 def build_model(
-    config: PretrainConfig, dataset: Dataset, recipe: Recipe, device: torch.device
-) -> tuple[Inkling2ForCausalLM, Report]:
-    """The preset's model with random weights, converted; the same weights for a seed on every device."""
+    config: PretrainConfig,
+    dataset: Dataset,
+    recipe: Recipe,
+    device: torch.device,
+    monitor: Monitor | None = None,
+) -> tuple[Inkling2ForCausalLM, Report, Mesh | None]:
+    """The preset's model with random weights, converted, and of several ranks sharded over the mesh that is
+    returned; the same weights for a seed on every device and any number of ranks."""
     vocabulary = config.vocab_size or dataset.vocab_size
     dataset.check_model_vocab(vocabulary)
     model_config = presets.get(config.preset).model_config(
@@ -84,15 +108,31 @@ def build_model(
     if recipe.masters == "bf16":
         model.to(torch.bfloat16)
     model.to(device)
-    report = convert(model, recipe, steps=config.schedule.steps)
+    ranks, mesh = config.parallel, None
+    if together.active():
+        mesh = make_mesh(
+            device.type,
+            experts=model_config.n_routed_experts,
+            expert_parallel=ranks.expert_parallel,
+            replicate=ranks.replicate,
+        )
+    report = convert(model, recipe, steps=config.schedule.steps, mesh=mesh, monitor=monitor)
     model.checkpoint_layers(config.activation_checkpointing)
     if config.compile:
         model.compile()
-    return model, report
+    if mesh is not None:
+        shard(model, mesh, gather=torch.bfloat16 if ranks.gather == "bf16" else None, reshard=ranks.reshard)
+    return model, report, mesh
 
 
 def _loaders(config: PretrainConfig, dataset: Dataset) -> tuple[Loader, Any]:
+    world = together.world()
+    if config.batch.batch % world:
+        raise ConfigError(
+            f"batch is {config.batch.batch} sequences, which {world} ranks cannot share out equally"
+        )
     shape = {"batch_size": config.batch.batch, "seq_len": config.batch.sequence, "seed": config.seed}
+    shape |= {"rank": together.rank(), "world": world}
     train_data = Loader(dataset, "train", doc_ids=config.batch.mask_documents, **shape)
     domains = {name.removeprefix("val-"): name for name in dataset.splits if name.startswith("val-")}
     held_out = {
@@ -125,13 +165,21 @@ def _export(
 
 
 def _introduce(
-    session: Session, report: Report, dataset: Dataset, status: str, start: Path | None, resume: bool
+    session: Session,
+    report: Report,
+    mesh: Mesh | None,
+    dataset: Dataset,
+    status: str,
+    start: Path | None,
+    resume: bool,
 ) -> None:
     config = session.config
     parameters = sum(p.numel() for p in session.model.parameters())
     tokens = config.schedule.steps * config.batch.tokens_per_step
     print(report.table())
     print(f"device  {status}")
+    if mesh is not None:
+        print(f"ranks   {mesh.text()}")
     print(f"model   {config.preset}, {parameters / 1e6:.1f} M parameters")
     print(
         f"data    {dataset.folder}: {len(dataset.shards('train'))} tokens to train on, "

@@ -7,8 +7,10 @@ from nybble.recipes.recipe import Recipe
 from nybble.recipes.resolve import kind_of, resolve
 from nybble.recipes.rule import Layers, Rule
 from nybble.recipes.table import Row, Table
+from nybble.recipes.traffic import LEGS, Traffic
 
 __all__ = [
+    "LEGS",
     "OPERANDS",
     "GemmTable",
     "Layers",
@@ -17,6 +19,7 @@ __all__ = [
     "Row",
     "Rule",
     "Table",
+    "Traffic",
     "builtin",
     "kind_of",
     "load_recipe",

@@ -13,6 +13,7 @@ from nybble.errors import RecipeError
 from nybble.recipes.operand import OPERANDS, Operand, operand
 from nybble.recipes.recipe import OPTIONS, Recipe
 from nybble.recipes.rule import KINDS, Layers, Rule
+from nybble.recipes.traffic import LEGS, Traffic
 
 _FOLDER = Path(__file__).parent
 _RULE_KEYS = ("modules", "kind", "layers", "after", "optional", "hint", "all", "fprop", "dgrad", "wgrad")
@@ -95,7 +96,7 @@ class _Reader:
                         f"{self.where(None, key, table)}: unknown {table}.{key} {value!r}; "
                         f"choose {' or '.join(choices)}"
                     )
-                options[table] = value
+                options[f"{table}.{key}"] = value
         rules = data.get("rule", [])
         if not isinstance(rules, list) or not all(isinstance(rule, Mapping) for rule in rules):
             raise RecipeError(f"{self.where(None, 'rule')}: rules are written as [[rule]] tables")
@@ -104,10 +105,11 @@ class _Reader:
             description=str(data.get("description", "")),
             rules=tuple(self._rule(n, rule) for n, rule in enumerate(rules)),
             allow=self._globs(data.get("allow", []), self.where(None, "allow"), "allow"),
-            masters=options["masters"],
-            keep=options["experts"],
-            cache=options["weights"],
-            tails=options["blocks"],
+            masters=options["masters.dtype"],
+            keep=options["experts.keep"],
+            cache=options["weights.cache"],
+            tails=options["blocks.tails"],
+            traffic=Traffic(**{leg: options[f"traffic.{leg}"] for leg in LEGS}),
             source=self.file,
         )
 

@@ -9,12 +9,14 @@ import tomli_w
 from nybble.formats import table as formats
 from nybble.recipes.operand import Operand
 from nybble.recipes.rule import Rule
+from nybble.recipes.traffic import FORMATS, LEGS, Traffic
 
 OPTIONS: dict[str, dict[str, tuple[str, ...]]] = {
     "masters": {"dtype": ("fp32", "bf16")},
     "experts": {"keep": ("recompute", "activations")},
     "weights": {"cache": ("auto", "values", "codes", "none")},
     "blocks": {"tails": ("error", "allow")},
+    "traffic": dict.fromkeys(LEGS, FORMATS),
 }
 """Tables of single options; the first choice is the default."""
 
@@ -39,6 +41,8 @@ class Recipe:
     ("auto")."""
     tails: str = "error"
     """Whether a feature axis may end in a block that is not full."""
+    traffic: Traffic = field(default_factory=Traffic)
+    """Formats of what travels between ranks that share experts."""
     source: str = field(default="", compare=False)
     """Where it was read from, for messages; not part of its identity."""
 
@@ -67,7 +71,9 @@ class Recipe:
         return hashlib.sha256(tomli_w.dumps(self._content()).encode()).hexdigest()[:12]
 
     def _content(self) -> dict[str, Any]:
+        changed = self.traffic.changed()
         return {
+            **({"traffic": changed} if changed else {}),
             "allow": list(self.allow),
             "masters": {"dtype": self.masters},
             "experts": {"keep": self.keep},

@@ -79,6 +79,8 @@ class Table:
         if self.kept:
             last = dict.fromkeys(name.rsplit(".", 1)[-1] for name in self.kept)
             out.append("kept in high precision: " + ", ".join(last))
+        if self.recipe.traffic.changed():
+            out.append(f"traffic between ranks that share experts: {self.recipe.traffic.text()}")
         out.append(_LEGEND)
         return "\n".join(out) + "\n"
 

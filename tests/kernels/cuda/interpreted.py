@@ -8,8 +8,10 @@ import sys
 import torch
 from cuda_cases import KEY, Call, hostile, requantized, same, stochastic
 
+from nybble import formats
 from nybble.formats import reference
-from nybble.kernels.cuda import front, launch_both
+from nybble.kernels import messages
+from nybble.kernels.cuda import front, launch_both, launch_messages
 
 ROWS = torch.tensor([5, 1000, 0, 77, 2, 3, 4])
 OFFS = torch.tensor([0, 3, 3, 6], dtype=torch.int32)
@@ -76,9 +78,31 @@ def both_differ() -> list[int]:
     return [i for i, (g, w) in enumerate(zip(got, want, strict=True)) if not same(g, w)]
 
 
+def messages_differ() -> dict[str, list[bool]]:
+    """Messages packed by kernels against those that the CPU packs, and what comes out of them."""
+    wrong = {}
+    for name, columns in (("mxfp8", 256), ("nvfp4", 128)):
+        fmt, x = formats.get(name), hostile(5, columns)
+        places = torch.tensor([[0, 3], [4, -1], [-1, -1], [2, 2]], dtype=torch.int32)
+        got = launch_messages.pack(x, fmt, "stochastic", KEY, 3, 17, ROWS[:5])
+        want = messages.pack(x, name, "stochastic", KEY, 3, 17, ROWS[:5])
+        nearest = launch_messages.pack(x, fmt, "nearest", None, 0, 0, None)
+        checks = [torch.equal(got, want), torch.equal(nearest, messages.pack(x, name))]
+        for dtype in (torch.float32, torch.bfloat16):
+            for where in (None, places):
+                values = launch_messages.unpack(want, fmt, columns, dtype, where)
+                checks.append(same(values, messages.unpack(want, name, columns, dtype, where)))
+        if not all(checks):
+            wrong[name] = checks
+    return wrong
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     group = sys.argv[1]
+    if group == "messages":
+        print(messages_differ())
+        sys.exit(bool(messages_differ()))
     wrong = {i: bad for i, c in enumerate(calls(group)) if (bad := c.wrong(front, "cpu"))}
     if group == "codes" and both_differ():
         wrong[-1] = both_differ()

@@ -11,7 +11,7 @@ import pytest
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
 
 
-@pytest.mark.parametrize("group", ["nvfp4 rows", "other rows", "columns", "codes"])
+@pytest.mark.parametrize("group", ["nvfp4 rows", "other rows", "columns", "codes", "messages"])
 def test_interpreted_kernels_equal_the_reference(group):
     script = Path(__file__).with_name("interpreted.py")
     done = subprocess.run(

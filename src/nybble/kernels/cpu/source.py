@@ -146,4 +146,11 @@ def decoded(
 
 def flat(t: Tensor) -> Any:
     """The elements as a numpy array of one dimension; shares memory if contiguous."""
-    return t.detach().contiguous().view(-1).numpy()
+    return as_array(t.detach().contiguous().view(-1))
+
+
+def as_array(t: Tensor) -> Any:
+    """A numpy array on the memory of `t`. Tensor.numpy() forbids to free a tensor's storage from then on, as
+    FSDP does with gathered weights; DLPack does not, but old versions of numpy make its arrays read-only."""
+    array = np.from_dlpack(t)
+    return array if array.flags.writeable else t.numpy()

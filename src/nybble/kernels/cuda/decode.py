@@ -24,6 +24,25 @@ def row_decode_scales(
     tl.store(out_ptr + row, tl.div_rn(tl.full((N,), 1.0, tl.float32), s), mask=mask)
 
 
+@triton.jit
+def eight_values(codes_ptr, at, mask, E2M1: tl.constexpr, ASM: tl.constexpr):
+    """FP32 values, without any scale, of the eight codes number `at` behind codes_ptr (int32 words)."""
+    q = ()
+    if E2M1:
+        word = tl.load(codes_ptr + at, mask=mask, other=0).to(tl.uint32, bitcast=True)
+        for j in tl.static_range(8):
+            field = (word << (22 - 4 * j)) if j < 6 else (word >> (4 * j - 22))
+            sign = (word << (28 - 4 * j)) & 0x80000000
+            q = q + (value((field & 0x01C00000) | sign) * 2.0**126,)
+    else:
+        two = at[:, None] * 2 + tl.arange(0, 2)[None, :]
+        low, high = tl.split(
+            tl.load(codes_ptr + two, mask=mask[:, None], other=0).to(tl.uint32, bitcast=True)
+        )
+        q = e4m3_values(low, ASM) + e4m3_values(high, ASM)
+    return q
+
+
 @triton.jit(do_not_specialize=["words", "block_words", "scale_columns"])
 def decode_rows(
     codes_ptr,  # int32 words
@@ -53,17 +72,7 @@ def decode_rows(
         scale = tl.load(scales_ptr + at, mask=mask, other=0.0)
     else:
         scale = rule.e8m0_value(tl.load(scales_ptr + at, mask=mask, other=0).to(tl.uint32))
-    if E2M1:
-        word = tl.load(codes_ptr + row * words + w, mask=mask, other=0).to(tl.uint32, bitcast=True)
-        q = ()
-        for j in tl.static_range(8):
-            field = (word << (22 - 4 * j)) if j < 6 else (word >> (4 * j - 22))
-            sign = (word << (28 - 4 * j)) & 0x80000000
-            q = q + (value((field & 0x01C00000) | sign) * 2.0**126,)
-    else:
-        at = (row * words + w)[:, None] * 2 + tl.arange(0, 2)[None, :]
-        low, high = tl.split(tl.load(codes_ptr + at, mask=mask[:, None], other=0).to(tl.uint32, bitcast=True))
-        q = e4m3_values(low, ASM) + e4m3_values(high, ASM)
+    q = eight_values(codes_ptr, row * words + w, mask, E2M1, ASM)
     s_dec = 1.0
     if SDEC == 1:
         s_dec = tl.load(sdec_ptr)

@@ -113,7 +113,7 @@ def store_words(codes_ptr, index, words, mask, COUNT: tl.constexpr):
             tl.store(codes_ptr + (at + 4 * k), w.to(tl.int32, bitcast=True), mask=mask[:, None])
 
 
-@triton.jit(do_not_specialize=["units", "groups", "tag"])
+@triton.jit(do_not_specialize=["code_stride", "scale_stride", "units", "groups", "tag"])
 def quantize_rows(
     x_ptr,  # BF16 as int32 pairs, or FP32
     codes_ptr,  # int32 words
@@ -127,6 +127,8 @@ def quantize_rows(
     row_stride,  # of x, in elements
     columns,  # C of the logical tensor, by which draws are counted
     value_stride,  # of a row of values, in elements
+    code_stride,  # of a row of codes, in units
+    scale_stride,  # of a row of block scales
     units,  # a row
     groups,
     tag,  # layer << 8 | operand
@@ -207,10 +209,10 @@ def quantize_rows(
         key = load_key(key_ptr)
     if LOOPS == 1:
         finish_units(
-            raws, m, start, start < units, row, e_row, row_bad, outer_amax, s_enc, s_dec,
-            codes_ptr, scales_ptr, values_ptr, key, columns, value_stride, units, tag,
-            E2M1, ELEMENT_MAX, SCALE, BLOCK_UNITS, OUTER_MAX, OVER_SIX, STOCHASTIC, VALUES,
-            IN_BF16, OUT_BF16, ALIGNED, 0, N, CHUNKS, ASM,
+            raws, m, start, start < units, row, e_row, row_bad, outer_amax, s_enc, s_dec, codes_ptr,
+            scales_ptr, values_ptr, key, columns, value_stride, code_stride, scale_stride, units, tag, E2M1,
+            ELEMENT_MAX, SCALE, BLOCK_UNITS, OUTER_MAX, OVER_SIX, STOCHASTIC, VALUES, IN_BF16, OUT_BF16,
+            ALIGNED, 0, N, CHUNKS, ASM,
         )  # fmt: skip
     else:
         for i in range(LOOPS):
@@ -218,10 +220,10 @@ def quantize_rows(
             more = load_unit(x_ptr, row_start, u, (u < units) & inside, CHUNKS, IN_BF16)
             mm = unit_magnitude(more, CHUNKS, IN_BF16, ASM)
             finish_units(
-                more, mm, u, u < units, row, e_row, row_bad, outer_amax, s_enc, s_dec,
-                codes_ptr, scales_ptr, values_ptr, key, columns, value_stride, units, tag,
-                E2M1, ELEMENT_MAX, SCALE, BLOCK_UNITS, OUTER_MAX, OVER_SIX, STOCHASTIC, VALUES,
-                IN_BF16, OUT_BF16, ALIGNED, 0, N, CHUNKS, ASM,
+                more, mm, u, u < units, row, e_row, row_bad, outer_amax, s_enc, s_dec, codes_ptr, scales_ptr,
+                values_ptr, key, columns, value_stride, code_stride, scale_stride, units, tag, E2M1,
+                ELEMENT_MAX, SCALE, BLOCK_UNITS, OUTER_MAX, OVER_SIX, STOCHASTIC, VALUES, IN_BF16, OUT_BF16,
+                ALIGNED, 0, N, CHUNKS, ASM,
             )  # fmt: skip
 
 
@@ -243,6 +245,8 @@ def finish_units(
     key,
     columns,
     value_stride,
+    code_stride,
+    scale_stride,
     units,
     tag,
     E2M1: tl.constexpr,
@@ -335,13 +339,11 @@ def finish_units(
         elif BLOCK_UNITS == 0:
             tl.store(scales_ptr + (row + u * 0), scale, mask=u == 0)
         elif BLOCK_UNITS == 1:
-            tl.store(scales_ptr + (row * units + u), byte.to(tl.uint8), mask=mask)
+            tl.store(scales_ptr + (row * scale_stride + u), byte.to(tl.uint8), mask=mask)
         else:
-            per_row = tl.cdiv(units, BLOCK_UNITS)
             stored = scale if SCALE == rule.FP32 else byte.to(tl.uint8)
-            tl.store(
-                scales_ptr + (row * per_row + u // BLOCK_UNITS), stored, mask=mask & (u % BLOCK_UNITS == 0)
-            )
+            at = row * scale_stride + u // BLOCK_UNITS
+            tl.store(scales_ptr + at, stored, mask=mask & (u % BLOCK_UNITS == 0))
 
     words = ()
     values = ()
@@ -378,7 +380,7 @@ def finish_units(
                 store_values(values_ptr, at + 8 * c, eight(values, 8 * c), mask, OUT_BF16, ASM)
     else:
         PER_UNIT: tl.constexpr = CHUNKS if E2M1 else 2 * CHUNKS
-        store_words(codes_ptr, (row * units + u) * PER_UNIT, words, mask, PER_UNIT)
+        store_words(codes_ptr, (row * code_stride + u) * PER_UNIT, words, mask, PER_UNIT)
 
 
 @triton.jit

@@ -94,6 +94,8 @@ def quantize_squares(
         columns,
         value_stride,
         units,
+        0,
+        units,
         tag,
         E2M1,
         ELEMENT_MAX,

@@ -11,6 +11,8 @@ from numba import njit
 from numpy.typing import NDArray
 from torch import Tensor
 
+from nybble.kernels.cpu.source import as_array
+
 FAST = {"contract", "reassoc", "nsz", "arcp"}
 """What the compiler may do to floats. NaN and infinity keep their meaning."""
 
@@ -47,7 +49,7 @@ def helper(function: Callable[..., Any]) -> Any:
 
 def floats(x: Tensor) -> Floats:
     """A contiguous tensor as a numpy array over the same memory."""
-    array: Floats = x.detach().contiguous().numpy()
+    array: Floats = as_array(x.detach().contiguous())
     return array
 
 

@@ -1,0 +1,118 @@
+"""Launches that make messages of rows and rows of messages; see `kernels/messages.py` for their layout."""
+
+import torch
+from torch import Tensor
+
+from nybble.formats import blocks, checks
+from nybble.formats.table import Format
+from nybble.kernels.cuda import launch_rows as by_rows
+from nybble.kernels.cuda import messages as kernel
+from nybble.kernels.cuda import reasons
+from nybble.kernels.cuda import rows as row_kernel
+from nybble.kernels.cuda.jit import cdiv, use_asm, whole_key
+
+
+def can_pack(x: Tensor, fmt: Format) -> bool:
+    """Whether rows of x go into a message in one pass: whole blocks, every row at a multiple of 8 bytes."""
+    return can_unpack(x, fmt, x.shape[1])
+
+
+def can_unpack(message: Tensor, fmt: Format, columns: int) -> bool:
+    """Whether a message of rows of `columns` values is read in one pass."""
+    if message.shape[0] == 0 or columns == 0 or reasons.device(message.device) is not None:
+        return False
+    block = fmt.block_cols or 1
+    scale_bytes = columns // block
+    code_bytes = columns // 2 if fmt.packed else columns
+    unit_bytes = 4 if fmt.packed else 8
+    return (
+        fmt.scale in ("e4m3", "e8m0")
+        and not fmt.square
+        and not fmt.four_over_six
+        and columns % max(block, 16) == 0
+        and (code_bytes + scale_bytes) % unit_bytes == 0
+    )
+
+
+def pack(
+    x: Tensor,
+    fmt: Format,
+    rounding: str,
+    key: Tensor | None,
+    layer: int,
+    operand: int,
+    rows: Tensor | None,
+) -> Tensor:
+    """See `kernels.messages.pack`."""
+    outer = "row" if fmt.two_level else "tensor"
+    checks.check_quantize(x, fmt.name, -1, rounding, outer, key, layer, operand, rows, None)
+    stochastic = rounding == "stochastic" and key is not None
+    draw = by_rows.Draw()
+    if stochastic and key is not None:
+        rows = None if rows is None else rows.to(torch.int64).contiguous()
+        draw = by_rows.Draw(key=whole_key(key), layer=layer, operand=operand, rows=rows)
+    count, columns = x.shape
+    codes, scales, total = _layout(fmt, columns)
+    message = torch.empty(count, total, dtype=torch.uint8, device=x.device)
+    amax = torch.empty(count if fmt.two_level else 0, dtype=torch.float32, device=x.device)
+    unit = by_rows.unit_of(fmt)
+    by_rows.quantize_rows(
+        by_rows.as_rows(x.detach(), unit),
+        fmt,
+        row_kernel.OUTER_ROW.value if fmt.two_level else row_kernel.OUTER_NONE.value,
+        amax,
+        None,
+        None,
+        draw,
+        codes=message,
+        scales=message[:, codes:],
+        strides=(total // (unit // 2 if fmt.packed else unit), total),
+    )
+    if fmt.two_level:
+        message[:, scales:].zero_()
+        message[:, scales : scales + 4] = amax.view(-1, 1).view(torch.uint8)
+    return message
+
+
+def unpack(message: Tensor, fmt: Format, columns: int, dtype: torch.dtype, places: Tensor | None) -> Tensor:
+    """See `kernels.messages.unpack`."""
+    codes, scales, total = _layout(fmt, columns)
+    count = message.shape[0] if places is None else places.shape[0]
+    wanted = dtype if dtype == torch.bfloat16 else torch.float32
+    values = torch.empty(count, columns, dtype=wanted, device=message.device)
+    if count == 0:
+        return values.to(dtype)
+    words = columns // 8
+    n = max(64, min(512, 1 << (words - 1).bit_length()))
+    bf16 = wanted == torch.bfloat16
+    kernel.unpack_rows[(count, cdiv(words, n))](
+        message.view(torch.int32),
+        message,
+        message.view(torch.float32),
+        None if places is None else places.to(torch.int32).contiguous(),
+        values.view(torch.int32) if bf16 else values,
+        words,
+        total // (4 if fmt.packed else 8),
+        total,
+        codes,
+        scales // 4,
+        E2M1=fmt.packed,
+        SCALE=by_rows.SCALES[fmt.scale or "", fmt.scale_rule],
+        BLOCK_WORDS=(fmt.block_cols or 8) // 8,
+        PARTS=0 if places is None else places.shape[1],
+        OUTER_MAX=fmt.outer_max or 0.0,
+        OUT_BF16=bf16,
+        N=n,
+        ASM=use_asm(message.device),
+        num_warps=max(1, min(4, n // 64)),
+        enable_fp_fusion=False,
+    )
+    return values.to(dtype)
+
+
+def _layout(fmt: Format, columns: int) -> tuple[int, int, int]:
+    """Bytes at which the codes, the scales and the row end."""
+    from nybble.kernels.messages import row_bytes
+
+    codes = blocks.code_shape(fmt, [columns])[-1]
+    return codes, codes + blocks.scale_shape(fmt, [columns])[-1], row_bytes(fmt.name, columns)

@@ -1,0 +1,62 @@
+"""Messages back to values, and sums of their rows. Their layout: `kernels/messages.py`."""
+# mypy: ignore-errors
+# ruff: noqa: RUF005 -- Triton adds tuples but does not unpack them
+
+import triton
+import triton.language as tl
+
+from nybble.kernels.cuda import scales as rule
+from nybble.kernels.cuda.decode import eight_values
+from nybble.kernels.cuda.registers import load_e4m3, store_values
+
+
+@triton.jit(do_not_specialize=["words", "row_units", "row_bytes", "scale_start", "amax_start"])
+def unpack_rows(
+    codes_ptr,  # the message as int32 words
+    bytes_ptr,  # the message as bytes
+    amax_ptr,  # the message as FP32
+    places_ptr,  # int32 [T, PARTS]
+    values_ptr,
+    words,  # of eight elements, in a row
+    row_units,  # of eight codes, from row to row
+    row_bytes,
+    scale_start,  # bytes
+    amax_start,  # FP32 numbers
+    E2M1: tl.constexpr,
+    SCALE: tl.constexpr,
+    BLOCK_WORDS: tl.constexpr,  # of eight elements, in a block
+    PARTS: tl.constexpr,  # 0: row t of the message is row t of the result
+    OUTER_MAX: tl.constexpr,  # 0: no outer scale
+    OUT_BF16: tl.constexpr,
+    N: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    """Row t of the values: the sum of PARTS rows of the message, in FP32 and in order."""
+    t = tl.program_id(0).to(tl.int64)
+    w = (tl.program_id(1) * N + tl.arange(0, N)).to(tl.int64)
+    inside = w < words
+    total = ()
+    for j in tl.static_range(1 if PARTS == 0 else PARTS):
+        row = t
+        mask = inside
+        if PARTS > 0:
+            row = tl.load(places_ptr + t * PARTS + j).to(tl.int64)
+            mask = inside & (row >= 0)
+        at = row * row_bytes + scale_start + w // BLOCK_WORDS
+        if SCALE == rule.E4M3:
+            scale = load_e4m3(bytes_ptr, at, mask, ASM)
+        else:
+            scale = rule.e8m0_value(tl.load(bytes_ptr + at, mask=mask, other=0).to(tl.uint32))
+        q = eight_values(codes_ptr, row * row_units + w, mask, E2M1, ASM)
+        s_dec = 1.0
+        if OUTER_MAX > 0:
+            amax = tl.load(amax_ptr + (row * (row_bytes // 4) + amax_start), mask=row >= 0, other=0.0)
+            s_dec = tl.div_rn(1.0, rule.encode_scale(amax, OUTER_MAX))
+        v = ()
+        for i in tl.static_range(8):
+            x = (q[i] * scale) * s_dec if OUTER_MAX > 0 else q[i] * scale
+            if PARTS > 0:
+                x = tl.where(mask, x, 0.0) + (0.0 if j == 0 else total[i])
+            v = v + (x,)
+        total = v
+    store_values(values_ptr, (t * words + w) * 8, total, inside, OUT_BF16, ASM)

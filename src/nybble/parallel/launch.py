@@ -1,0 +1,104 @@
+"""Joining the other ranks of a run that torchrun started, and making sure that all are about the same run."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import hashlib
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import nybble
+from nybble import together
+from nybble.errors import ConfigError
+from nybble.parallel.watch import Watch
+
+GRACE_S = 60.0
+"""How much later than the watch the backend gives up by itself."""
+
+
+@contextmanager
+def joined(device: torch.device, watch: Watch, *, slow_s: float, timeout_s: float) -> Iterator[None]:
+    """Within it this process is one of the ranks that the launcher's environment names; alone it is nothing.
+
+    Only rank 0 prints to stdout. `slow_s` and `timeout_s`: after how long a wait for other ranks is reported,
+    and after how long it ends the process.
+    """
+    if not together.launched():
+        yield
+        return
+    backend = "gloo"
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        backend = "cpu:gloo,cuda:nccl"
+    limit = datetime.timedelta(seconds=timeout_s + GRACE_S)
+    dist.init_process_group(backend, timeout=limit)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    watch.start(_own_store(), rank, world, slow_s=slow_s, timeout_s=timeout_s)
+    try:
+        with contextlib.ExitStack() as stack:
+            if rank != 0:
+                nothing = stack.enter_context(open(os.devnull, "w", encoding="utf-8"))
+                stack.enter_context(contextlib.redirect_stdout(nothing))
+            yield
+    finally:
+        watch.close()
+        if sys.exc_info()[0] is None:  # after an error the others may never come to the end
+            dist.destroy_process_group()
+
+
+def rank_device(device: torch.device) -> torch.device:
+    """The GPU of this rank on its machine, where `device` is a GPU."""
+    if device.type != "cuda" or not together.launched():
+        return device
+    local, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if local >= count:
+        raise ConfigError(
+            f"rank {local} of this machine has no GPU: it has {count}; start so many ranks at most"
+        )
+    return torch.device("cuda", local)
+
+
+def check_agreement(facts: dict[str, Any]) -> None:
+    """Raises ConfigError on all ranks unless each has the same facts (recipe, data, settings) and the same
+    code."""
+    if not together.active():
+        return
+    mine = {"code": code_hash(), "torch": torch.__version__, **facts}
+    everyone, rank_here = together.gather(mine), together.rank()
+    first = everyone[0]
+    for rank, other in enumerate(everyone):
+        different = [name for name in first | other if first.get(name) != other.get(name)]
+        if different:
+            name = different[0]
+            if rank_here != 0:
+                raise together.OtherRankError("the ranks do not agree; rank 0 says on what")
+            raise ConfigError(
+                f"rank {rank} does not agree with rank 0 on {', '.join(different)}: {name} is "
+                f"{other.get(name)} there and {first.get(name)} on rank 0; start all ranks with the same "
+                "code, recipe, data and settings"
+            )
+
+
+@cache
+def code_hash() -> str:
+    """12 hex digits of all source files of the package."""
+    root, digest = Path(nybble.__file__).parent, hashlib.sha256()
+    for path in sorted(root.rglob("*")):
+        if path.suffix in (".py", ".toml"):
+            digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def _own_store() -> dist.Store:
+    """A connection of its own to the store of the process group: the watch never waits for the run."""
+    store = dist.distributed_c10d._get_default_store()
+    return store.clone() if hasattr(store, "clone") else store

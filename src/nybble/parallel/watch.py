@@ -1,0 +1,151 @@
+"""Says in which exchange a run hangs and who is dead or behind, and ends the process in the end.
+
+Each rank's thread writes a heartbeat and its position (step, layer, leg) into the store of the process group.
+A rank that waits for longer than `slow_s` reads those of the others and reports. A rank whose heart has
+stopped for `DEAD_S`, or a wait of `timeout_s`, ends this process with status 1, so that torchrun takes the
+job down and, with --max-restarts, starts it again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+BEAT_S = 1.0
+DEAD_S = 20.0
+
+
+def _end(report: str) -> None:
+    print(f"error: {report}", file=sys.stderr, flush=True)
+    os._exit(1)
+
+
+class Watch:
+    """Follows the exchanges of one rank; without `start` it does nothing but keep the position."""
+
+    def __init__(self) -> None:
+        self.step = 0
+        self._waits: deque[tuple[str, float, torch.cuda.Event | None]] = deque()
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(
+        self,
+        store: dist.Store,
+        rank: int,
+        world: int,
+        *,
+        slow_s: float,
+        timeout_s: float,
+        end: Callable[[str], None] = _end,
+    ) -> None:
+        """Begins to watch. `end` is called with the report when this process should not go on."""
+        arguments = (store, rank, world, slow_s, timeout_s, end)
+        self._thread = threading.Thread(target=self._run, args=arguments, name="nybble-watch", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stops watching."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    @contextmanager
+    def waiting(self, place: str, device: torch.device | None = None) -> Iterator[None]:
+        """Within it this rank waits for others at `place`; on a GPU the stream does, and until it is
+        through."""
+        entry = (f"step {self.step}, {place}", time.monotonic(), None)
+        with self._lock:
+            self._waits.append(entry)
+        yield
+        with self._lock:
+            self._waits.remove(entry)
+            if device is not None and device.type == "cuda":
+                event = torch.cuda.Event()
+                event.record()
+                self._waits.append((*entry[:2], event))
+
+    def position(self) -> tuple[str, float]:
+        """(what this rank waits for, for how many seconds); empty and 0 if for nothing."""
+        with self._lock:
+            while self._waits and (event := self._waits[0][2]) is not None and event.query():
+                self._waits.popleft()
+            if not self._waits:
+                return "", 0.0
+            place, since, _ = self._waits[0]
+            return place, time.monotonic() - since
+
+    def _run(
+        self,
+        store: dist.Store,
+        rank: int,
+        world: int,
+        slow_s: float,
+        timeout_s: float,
+        end: Callable[[str], None],
+    ) -> None:
+        beat, warned = 0, ""
+        last_seen: dict[int, tuple[int, float]] = {}
+        while not self._stop.wait(BEAT_S):
+            place, seconds = self.position()
+            beat += 1
+            step = f"step {self.step}, computing"
+            mine = json.dumps({"beat": beat, "at": place or step, "for_s": round(seconds, 1)})
+            try:
+                store.set(f"watch/{rank}", mine)
+                if seconds < min(slow_s, DEAD_S / 2):
+                    last_seen.clear()
+                    continue
+                others = _read(store, rank, world)
+            except dist.DistError as error:
+                if not self._stop.is_set():
+                    end(f"rank {rank}: {place or step}: the ranks' store is gone, with its process: {error}")
+                return
+            dead = _dead(others, last_seen)
+            if dead:
+                names = ", ".join(f"rank {r} (last at {others[r]['at']})" for r in dead)
+                end(f"rank {rank}: {place} waits for {names}, not heard of for {DEAD_S:.0f} s")
+                return
+            report = f"rank {rank}: {place} has waited {seconds:.0f} s; " + "; ".join(
+                f"rank {r} is at {state['at']}, for {state['for_s']:.0f} s" for r, state in others.items()
+            )
+            if seconds >= timeout_s:
+                end(report + "; the limit is reached")
+                return
+            if seconds >= slow_s and warned != place:
+                warned = place
+                print(f"slow: {report}", file=sys.stderr, flush=True)
+
+
+def _read(store: dist.Store, rank: int, world: int) -> dict[int, dict[str, Any]]:
+    """The last heartbeat of every other rank that has had one."""
+    found: dict[int, dict[str, Any]] = {}
+    for other in range(world):
+        if other != rank and store.check([f"watch/{other}"]):
+            with contextlib.suppress(ValueError):
+                found[other] = json.loads(store.get(f"watch/{other}"))
+    return found
+
+
+def _dead(others: dict[int, dict[str, Any]], last_seen: dict[int, tuple[int, float]]) -> list[int]:
+    """Ranks whose heartbeat has been the same for DEAD_S; updates `last_seen`."""
+    now, dead = time.monotonic(), []
+    for other, state in others.items():
+        beat, since = last_seen.get(other, (-1, now))
+        if beat != state["beat"]:
+            last_seen[other] = (state["beat"], now)
+        elif now - since > DEAD_S:
+            dead.append(other)
+    return dead
