@@ -1,6 +1,7 @@
 """Runs a function in several processes at once, with the environment that torchrun gives its workers."""
 
 import multiprocessing
+import multiprocessing.forkserver
 import os
 import socket
 import sys
@@ -16,8 +17,22 @@ _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["preload"])
 
 
+def _serve() -> None:
+    """Starts the server that ranks are forked from. It finds `preload` by PYTHONPATH alone."""
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE), *filter(None, sys.path)])
+    try:
+        multiprocessing.forkserver.ensure_running()
+    finally:
+        if before is None:
+            del os.environ["PYTHONPATH"]
+        else:
+            os.environ["PYTHONPATH"] = before
+
+
 def start(world: int, function: Callable[..., Any], *arguments: Any, **environment: str) -> "Job":
     """`function(*arguments)` in `world` processes; it must be importable by name."""
+    _serve()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

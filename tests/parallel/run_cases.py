@@ -27,3 +27,8 @@ def pretrain(words: list[str], kill_at: int = -1) -> int:
 
         loop.train_step = train_step
     return command.main(words)
+
+
+def with_own_recipe(first: list[str], others: list[str]) -> int:
+    """`nybble pretrain` with other words on ranks above 0."""
+    return pretrain(first if os.environ["RANK"] == "0" else others)

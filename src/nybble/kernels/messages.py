@@ -70,7 +70,8 @@ def unpack_codes(message: Tensor, format: str, columns: int) -> tuple[Tensor, Te
     code_end, scale_end, amax_end, _ = _parts(fmt, columns)
     amax = message.new_empty(0, dtype=torch.float32)
     if fmt.two_level:
-        amax = message[:, scale_end:amax_end].contiguous().view(torch.float32).view(-1)
+        amax = message.new_empty(message.shape[0], 4).copy_(message[:, scale_end:amax_end])
+        amax = amax.view(torch.float32).view(-1)
     return message[:, :code_end].contiguous(), message[:, code_end:scale_end].contiguous(), amax
 
 

@@ -35,7 +35,8 @@ class Exchange:
 
     def specs(self, up: Spec, down: Spec) -> tuple[Spec, Spec]:
         """The layer's products when x and dy arrive in the formats of their legs: what arrives quantised is
-        rounded stochastically along the tokens for wgrad, from the codes of the leg where those are x's own."""
+        rounded stochastically along the tokens for wgrad, from the codes of the leg where those are x's
+        own."""
         x, dy = up.gemms.wgrad.x, down.gemms.wgrad.dy
         if _quantised(self.traffic.dispatch) and x.quantised:
             source = "forward" if self._takes_codes(up) else x.source
@@ -47,7 +48,8 @@ class Exchange:
         return up, down
 
     def _takes_codes(self, up: Spec) -> bool:
-        """Whether the codes of the dispatch leg are the operand of fprop, with an outer scale a token if any."""
+        """Whether the codes of the dispatch leg are the operand of fprop, with an outer scale a token if
+        any."""
         leg, x = self.traffic.dispatch, up.gemms.fprop.x
         own = Operand(format=leg, outer="row" if formats.get(leg).two_level else x.outer)
         return _quantised(leg) and x == own and up.gemms.wgrad.x.quantised

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 import nybble
 from nybble import together
-from nybble.errors import ConfigError
+from nybble.errors import ConfigError, NybbleError
 from nybble.parallel.watch import Watch
 
 GRACE_S = 60.0
@@ -53,6 +53,19 @@ def joined(device: torch.device, watch: Watch, *, slow_s: float, timeout_s: floa
         watch.close()
         if sys.exc_info()[0] is None:  # after an error the others may never come to the end
             dist.destroy_process_group()
+
+
+@contextmanager
+def named_loss(watch: Watch) -> Iterator[None]:
+    """Turns what a backend raises when another rank is gone into one sentence with rank and step."""
+    try:
+        yield
+    except RuntimeError as error:
+        lost = isinstance(error, dist.DistError) or any(word in str(error) for word in ("gloo", "by peer"))
+        if not (together.active() and lost):
+            raise
+        place = f"rank {dist.get_rank()}: step {watch.step}"
+        raise NybbleError(f"{place}: an exchange failed, so another rank is gone or late: {error}") from error
 
 
 def rank_device(device: torch.device) -> torch.device:

@@ -1,7 +1,7 @@
 """Says in which exchange a run hangs and who is dead or behind, and ends the process in the end.
 
 Each rank's thread writes a heartbeat and its position (step, layer, leg) into the store of the process group.
-A rank that waits for longer than `slow_s` reads those of the others and reports. A rank whose heart has
+A rank that gets no further for `slow_s` reads those of the others and reports. A rank whose heart has
 stopped for `DEAD_S`, or a wait of `timeout_s`, ends this process with status 1, so that torchrun takes the
 job down and, with --max-restarts, starts it again.
 """
@@ -37,6 +37,7 @@ class Watch:
     def __init__(self) -> None:
         self.step = 0
         self._waits: deque[tuple[str, float, torch.cuda.Event | None]] = deque()
+        self._progress = time.monotonic()
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -62,30 +63,35 @@ class Watch:
         if self._thread is not None:
             self._thread.join()
 
+    def begin(self, step: int) -> None:
+        """Step `step` (counted from 1) begins, or a part of it."""
+        self.step, self._progress = step, time.monotonic()
+
     @contextmanager
     def waiting(self, place: str, device: torch.device | None = None) -> Iterator[None]:
-        """Within it this rank waits for others at `place`; on a GPU the stream does, and until it is
-        through."""
+        """Within it this rank waits for others at `place`. On a GPU its stream does, beyond the end."""
         entry = (f"step {self.step}, {place}", time.monotonic(), None)
         with self._lock:
             self._waits.append(entry)
         yield
         with self._lock:
+            self._progress = time.monotonic()
             self._waits.remove(entry)
             if device is not None and device.type == "cuda":
                 event = torch.cuda.Event()
                 event.record()
                 self._waits.append((*entry[:2], event))
 
-    def position(self) -> tuple[str, float]:
-        """(what this rank waits for, for how many seconds); empty and 0 if for nothing."""
+    def position(self) -> tuple[str, float, bool]:
+        """(where this rank is, for how many seconds, whether it waits there for an exchange)."""
         with self._lock:
             while self._waits and (event := self._waits[0][2]) is not None and event.query():
                 self._waits.popleft()
-            if not self._waits:
-                return "", 0.0
-            place, since, _ = self._waits[0]
-            return place, time.monotonic() - since
+                self._progress = time.monotonic()
+            if self._waits:
+                place, since, _ = self._waits[0]
+                return place, time.monotonic() - since, True
+            return f"step {self.step}, between exchanges", time.monotonic() - self._progress, False
 
     def _run(
         self,
@@ -99,29 +105,29 @@ class Watch:
         beat, warned = 0, ""
         last_seen: dict[int, tuple[int, float]] = {}
         while not self._stop.wait(BEAT_S):
-            place, seconds = self.position()
+            place, seconds, waits = self.position()
             beat += 1
-            step = f"step {self.step}, computing"
-            mine = json.dumps({"beat": beat, "at": place or step, "for_s": round(seconds, 1)})
             try:
-                store.set(f"watch/{rank}", mine)
+                store.set(
+                    f"watch/{rank}", json.dumps({"beat": beat, "at": place, "for_s": round(seconds, 1)})
+                )
                 if seconds < min(slow_s, DEAD_S / 2):
                     last_seen.clear()
                     continue
                 others = _read(store, rank, world)
             except dist.DistError as error:
                 if not self._stop.is_set():
-                    end(f"rank {rank}: {place or step}: the ranks' store is gone, with its process: {error}")
+                    end(f"rank {rank}: {place}: the ranks' store is gone, with its process: {error}")
                 return
             dead = _dead(others, last_seen)
             if dead:
-                names = ", ".join(f"rank {r} (last at {others[r]['at']})" for r in dead)
-                end(f"rank {rank}: {place} waits for {names}, not heard of for {DEAD_S:.0f} s")
+                names = ", ".join(f"rank {r}, last at {others[r]['at']}," for r in dead)
+                end(f"rank {rank}: {place}: {names} has not been heard of for {DEAD_S:.0f} s")
                 return
-            report = f"rank {rank}: {place} has waited {seconds:.0f} s; " + "; ".join(
-                f"rank {r} is at {state['at']}, for {state['for_s']:.0f} s" for r, state in others.items()
+            report = f"rank {rank}: {place} for {seconds:.0f} s; " + "; ".join(
+                f"rank {r}: {state['at']} for {state['for_s']:.0f} s" for r, state in others.items()
             )
-            if seconds >= timeout_s:
+            if waits and seconds >= timeout_s:
                 end(report + "; the limit is reached")
                 return
             if seconds >= slow_s and warned != place:

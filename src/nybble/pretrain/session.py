@@ -116,7 +116,7 @@ class Session:
     def set_step(self, step: int, micro: int) -> None:
         """Tells the stochastic rounding where the run is."""
         set_step(self.model, step, micro, seed=self.config.seed)
-        self.monitor.watch.step = step + 1
+        self.monitor.watch.begin(step + 1)
         if micro == 0 and self.config.compile and not together.active():
             # A compiled forward pass cannot see that weights have changed, and would quantise them each time.
             refresh(self.model)

@@ -18,7 +18,7 @@ from nybble.errors import ConfigError
 from nybble.layers import Report
 from nybble.models import Inkling2ForCausalLM, presets
 from nybble.parallel import Mesh, Monitor, convert, make_mesh, shard
-from nybble.parallel.launch import check_agreement, joined, rank_device
+from nybble.parallel.launch import check_agreement, joined, named_loss, rank_device
 from nybble.pretrain import metrics
 from nybble.pretrain.config import PretrainConfig
 from nybble.pretrain.configfile import dump, flatten
@@ -78,7 +78,7 @@ def _pretrain(
         _introduce(session, report, mesh, dataset, status, start if resume else None, resume)
         if together.is_main():
             session.sinks += open_sinks(config.log, run.path, flatten(config), session.step)
-        with StopRequest() as stop:
+        with StopRequest() as stop, named_loss(monitor.watch):
             rows = train(session, stop)
         return together.on_main(lambda: _conclude(session, rows, dataset, stop))
     finally:

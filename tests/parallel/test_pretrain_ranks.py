@@ -1,0 +1,143 @@
+"""`nybble pretrain` on two ranks: the losses of one process, kills, restarts, and other numbers of ranks."""
+
+import json
+import shutil
+import signal
+import tomllib
+from pathlib import Path
+
+import micro
+import pytest
+import ranks
+import run_cases
+import tomli_w
+
+from nybble import together
+from nybble.pretrain.metrics import TIMING_FIELDS
+from nybble.recipes import LEGS, load_recipe
+
+STEPS = 4
+
+
+def rows(run: Path) -> list[dict]:
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    return [{k: v for k, v in json.loads(line).items() if k not in TIMING_FIELDS} for line in lines]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Data, a recipe with plain legs, and the words of the run that all tests make."""
+    base = tmp_path_factory.mktemp("ranks")
+    micro.make_data(base)
+    plain = load_recipe("inkling").to_dict() | {"traffic": dict.fromkeys(LEGS, "fp32")}
+    (base / "plain.toml").write_text(tomli_w.dumps(plain))
+    return base
+
+
+def words(folder: Path, out: str, recipe: str = "plain.toml", *more: str) -> list[str]:
+    named = {
+        "data": folder / "data", "out": folder / out, "recipe": folder / recipe, "steps": STEPS, "batch": 2,
+        "sequence": 32, "save-every": 2, "val-every": 2, "threads": 1, "keep": 3,
+    }  # fmt: skip
+    return ["micro", *(word for key, value in named.items() for word in (f"--{key}", str(value))), *more]
+
+
+@pytest.fixture(scope="module")
+def two(folder):
+    """A run of two ranks."""
+    ranks.run(2, run_cases.pretrain, words(folder, "two"))
+    return folder / "two"
+
+
+@pytest.fixture(scope="module")
+def one(folder):
+    """The same run of one process."""
+    ranks.run(1, run_cases.pretrain, words(folder, "one"))
+    return folder / "one"
+
+
+def test_losses_equal_those_of_one_process(one, two):
+    """Experts shared out, the rest sharded; NVFP4 and stochastic rounding. Sums over ranks may end
+    otherwise."""
+    for a, b in zip(rows(one), rows(two), strict=True):
+        for name in ("loss", "grad_norm", *(["val_loss"] if "val_loss" in a else [])):
+            assert b[name] == pytest.approx(a[name], rel=1e-5)
+        assert a.get("tokens_per_expert") == b.get("tokens_per_expert")
+
+
+def test_the_exchanges_are_in_the_metrics(two):
+    row = json.loads((two / "metrics.jsonl").read_text().splitlines()[0])
+    sent = row["exchange_bytes_per_token"]
+    assert set(sent) == {"sizes", "routing", *LEGS, "routing_backward"} == set(row["exchange_wait_s"])
+    # Two layers of 64 FP32 values; a token goes to the one other rank, or not.
+    assert 0 < sent["dispatch"] == sent["combine_backward"] <= 2 * 64 * 4
+    assert sent["combine"] == sent["dispatch_backward"] == sent["dispatch"]
+
+
+def test_a_killed_rank_ends_the_run_and_a_restart_is_exact(folder, two):
+    job = ranks.start(2, run_cases.pretrain, words(folder, "killed"), 3)
+    survivor, killed = job.wait(90)
+    assert killed == (False, -signal.SIGKILL)
+    assert not survivor[0]
+    assert "step 4" in str(survivor[1]), survivor  # in steps from 1, as they are printed
+    assert len(rows(folder / "killed")) == 3
+    # The launcher repeats the command, and says that it is a restart.
+    again = ranks.start(2, run_cases.pretrain, words(folder, "killed"), TORCHELASTIC_RESTART_COUNT="1")
+    assert [ok for ok, _ in again.wait(90)] == [True, True]
+    assert rows(folder / "killed") == rows(two)
+
+
+def test_a_checkpoint_of_two_ranks_goes_on_with_one(folder, one, two):
+    """From a state that is equal but for the order of additions come losses that are."""
+    run = folder / "from-two"
+    shutil.copytree(two, run)
+    shutil.rmtree(run / "checkpoints" / f"step_{STEPS:08d}")
+    ranks.run(1, run_cases.pretrain, words(folder, "from-two", "plain.toml", "--resume"))
+    continued = rows(run)
+    assert len(continued) == STEPS
+    assert "exchange_bytes_per_token" not in continued[-1]
+    assert continued[-1]["loss"] == pytest.approx(rows(one)[-1]["loss"], rel=1e-5)
+
+
+def test_the_exported_folder_is_whole(one, two):
+    from safetensors.torch import load_file
+
+    whole, gathered = (
+        load_file(run / f"checkpoints/step_{STEPS:08d}/model/model.safetensors") for run in (one, two)
+    )
+    assert whole.keys() == gathered.keys()
+    for name, weight in whole.items():
+        assert gathered[name].shape == weight.shape
+        assert (gathered[name] - weight).abs().max() < 1e-4, name
+    config = json.loads((two / f"checkpoints/step_{STEPS:08d}/model/config.json").read_text())
+    assert not config["architectures"][0].startswith("FSDP")
+
+
+@pytest.mark.parametrize(
+    ("more", "sentence"),
+    [
+        (["--expert-parallel", "3"], "expert_parallel is 3, which does not divide the 2 ranks"),
+        (["--replicate", "5"], "replicate is 5, which does not divide the 2 ranks"),
+        (["--optimiser", "muon"], "muon needs whole matrices"),
+    ],
+)
+def test_settings_that_no_ranks_can_follow_are_refused(folder, more, sentence):
+    results = ranks.start(2, run_cases.pretrain, words(folder, "refused", "plain.toml", *more)).wait(60)
+    assert all(not ok and sentence in text for ok, text in results)
+    assert not (folder / "refused" / "metrics.jsonl").exists()
+
+
+def test_ranks_with_different_recipes_are_refused(folder):
+    results = ranks.start(
+        2, run_cases.with_own_recipe, words(folder, "unlike"), words(folder, "unlike", "other.toml")
+    )
+    changed = tomllib.loads((folder / "plain.toml").read_text()) | {"experts": {"keep": "activations"}}
+    (folder / "other.toml").write_text(tomli_w.dumps(changed))
+    first, second = results.wait(60)
+    assert "rank 1 does not agree with rank 0 on recipe" in first[1]
+    assert "OtherRankError" in second[1]
+
+
+def test_a_run_of_one_process_is_never_a_restart():
+    assert not together.launched()
+    assert not together.restarted()

@@ -1,0 +1,85 @@
+"""Who hangs where: reports of slow, hung and dead ranks, and where the watch keeps silent."""
+
+import json
+import time
+
+import pytest
+import torch.distributed as dist
+
+from nybble.parallel import watch as module
+from nybble.parallel.watch import Watch
+
+
+@pytest.fixture(autouse=True)
+def _fast(monkeypatch):
+    monkeypatch.setattr(module, "BEAT_S", 0.02)
+    monkeypatch.setattr(module, "DEAD_S", 0.4)
+
+
+@pytest.fixture
+def watched():
+    """A watch over rank 0 of 2, the store, and the reports that would have ended the process."""
+    store, ends, watch = dist.HashStore(), [], Watch()
+
+    def begin(slow_s: float, timeout_s: float) -> tuple[Watch, dist.Store, list[str]]:
+        watch.start(store, 0, 2, slow_s=slow_s, timeout_s=timeout_s, end=ends.append)
+        watch.begin(12)
+        return watch, store, ends
+
+    yield begin
+    watch.close()
+
+
+def beat(store: dist.Store, n: int, at: str = "step 12, layer 3, dispatch") -> None:
+    store.set("watch/1", json.dumps({"beat": n, "at": at, "for_s": 1.0}))
+
+
+def test_a_slow_exchange_is_reported_once_with_its_place(watched, capsys):
+    watch, store, ends = watched(0.1, 60)
+    with watch.waiting("layer 3, combine"):
+        for n in range(15):
+            beat(store, n)
+            time.sleep(0.02)
+    text = capsys.readouterr().err
+    assert text.count("slow: rank 0: step 12, layer 3, combine for") == 1
+    assert "rank 1: step 12, layer 3, dispatch for 1 s" in text
+    assert not ends
+
+
+def test_a_hung_exchange_ends_the_process(watched):
+    watch, store, ends = watched(0.1, 0.3)
+    with watch.waiting("layer 3, combine"):
+        for n in range(40):
+            beat(store, n)
+            time.sleep(0.02)
+    assert len(ends) == 1
+    assert "step 12, layer 3, combine" in ends[0]
+    assert "the limit is reached" in ends[0]
+
+
+def test_a_dead_rank_is_named(watched):
+    watch, store, ends = watched(60, 600)
+    beat(store, 7)
+    with watch.waiting("layer 3, combine"):
+        time.sleep(1.2)
+    assert len(ends) == 1
+    assert "step 12, layer 3, combine: rank 1, last at step 12, layer 3, dispatch, has not been" in ends[0]
+
+
+def test_a_rank_that_computes_for_long_is_left_alone(watched):
+    _, store, ends = watched(0.1, 0.3)
+    for n in range(40):
+        beat(store, n)
+        time.sleep(0.02)
+    assert not ends
+    assert json.loads(store.get("watch/0"))["at"] == "step 12, between exchanges"
+
+
+def test_progress_is_no_slowness(watched, capsys):
+    watch, store, ends = watched(0.2, 0.3)
+    for n in range(20):
+        beat(store, 0)  # the other one's heart stands still, but this rank gets further
+        with watch.waiting(f"layer {n}, combine"):
+            time.sleep(0.03)
+    assert not ends
+    assert not capsys.readouterr().err
