@@ -55,7 +55,8 @@ def _pretrain(
     settings = digest({k: v for k, v in flatten(config).items() if k not in ("data", "out", "threads")})
     check_agreement({"recipe": recipe.hash(), "data": dataset.sha256, "settings": settings[:12]})
     train_data, held_out = _loaders(config, dataset)
-    model, report, mesh = build_model(config, dataset, recipe, device, monitor)
+    mesh = _mesh(config, device)
+    model, report = build_model(config, dataset, recipe, device, mesh, monitor)
 
     run = RunFolder(config.run_folder, resume=resume, overwrite=overwrite)
     session = Session(
@@ -90,10 +91,11 @@ def build_model(
     dataset: Dataset,
     recipe: Recipe,
     device: torch.device,
+    mesh: Mesh | None = None,
     monitor: Monitor | None = None,
-) -> tuple[Inkling2ForCausalLM, Report, Mesh | None]:
-    """The preset's model with random weights, converted, and of several ranks sharded over the mesh that is
-    returned; the same weights for a seed on every device and any number of ranks."""
+) -> tuple[Inkling2ForCausalLM, Report]:
+    """The preset's model with random weights, converted, and sharded over the ranks of `mesh`; the same
+    weights for a seed on every device and any number of ranks."""
     vocabulary = config.vocab_size or dataset.vocab_size
     dataset.check_model_vocab(vocabulary)
     model_config = presets.get(config.preset).model_config(
@@ -108,21 +110,30 @@ def build_model(
     if recipe.masters == "bf16":
         model.to(torch.bfloat16)
     model.to(device)
-    ranks, mesh = config.parallel, None
-    if together.active():
-        mesh = make_mesh(
-            device.type,
-            experts=model_config.n_routed_experts,
-            expert_parallel=ranks.expert_parallel,
-            replicate=ranks.replicate,
-        )
     report = convert(model, recipe, steps=config.schedule.steps, mesh=mesh, monitor=monitor)
     model.checkpoint_layers(config.activation_checkpointing)
     if config.compile:
         model.compile()
     if mesh is not None:
-        shard(model, mesh, gather=torch.bfloat16 if ranks.gather == "bf16" else None, reshard=ranks.reshard)
-    return model, report, mesh
+        gather = torch.bfloat16 if config.parallel.gather == "bf16" else None
+        shard(model, mesh, gather=gather, reshard=config.parallel.reshard)
+    return model, report
+
+
+def _mesh(config: PretrainConfig, device: torch.device) -> Mesh | None:
+    """How the ranks share the model; None for one process."""
+    if not together.active():
+        return None
+    if config.compile:
+        raise ConfigError(
+            "compile works in a run of one process only so far; leave it out with several ranks"
+        )
+    return make_mesh(
+        device.type,
+        experts=getattr(presets.get(config.preset).model_config(), "n_routed_experts", 0),
+        expert_parallel=config.parallel.expert_parallel,
+        replicate=config.parallel.replicate,
+    )
 
 
 def _loaders(config: PretrainConfig, dataset: Dataset) -> tuple[Loader, Any]:
