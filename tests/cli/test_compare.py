@@ -52,7 +52,8 @@ def compared(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_report_has_a_table_a_plot_and_the_command_that_remakes_it(compared: Path) -> None:
     report = (compared / "report.md").read_text()
     assert "| `bf16` | 2 |" in report
-    assert "made by `nybble compare micro --recipes bf16,mxfp8 --seeds 2" in report
+    assert "made by `nybble compare micro --recipes bf16,mxfp8 --seeds 2 --data" in report
+    assert "--steps 8 --lengths 0.5 --questions 3`" in report
     rows = list(csv.DictReader((compared / "table.csv").read_text().splitlines()))
     assert [row["recipe"] for row in rows] == ["bf16", "mxfp8"]
     last = [read(compared / "micro" / "mxfp8" / f"seed-{s}" / "metrics.jsonl")[-1] for s in (0, 1)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from dataclasses import dataclass
@@ -128,12 +129,11 @@ def write_report(config: CompareConfig, tasks: list[Task]) -> str:
 
 
 def _about(config: CompareConfig, tasks: list[Task], runs: list[RunSummary]) -> list[str]:
-    whole = [task for task in tasks if task.share == 1]
+    whole = {task.config.preset: task for task in tasks if task.share == 1}
     lines = [
         f"{preset}: {task.config.schedule.steps} steps, {task.tokens:,} tokens, "
         f"{task.flops_per_token / 6e6:.1f} M weights a token"
-        for preset in config.presets
-        for task in [next(task for task in whole if task.config.preset == preset)]
+        for preset, task in whole.items()
     ]
     made = [task.folder / "env.json" for task in tasks if (task.folder / "env.json").is_file()]
     if made:
@@ -141,12 +141,22 @@ def _about(config: CompareConfig, tasks: list[Task], runs: list[RunSummary]) -> 
         lines.append(
             f"{facts['numerics']}; torch {facts['versions']['torch']}; revision {facts['git_revision']}"
         )
-    command = f"nybble compare {' '.join(config.presets)} --recipes {config.recipes} --seeds {config.seeds}"
-    steps = whole[0].config.schedule.steps if len(config.presets) == 1 else config.steps
     lines += [
         f"data {config.data}, {config.seeds} seeds; baseline also at {config.lengths or 'no'} of the steps",
-        f"made by `{command} --data {config.data} --steps {steps} --lengths {config.lengths}`",
+        f"made by `{_command(config)}`",
     ]
     if len(runs) < len(tasks):
         lines.append(f"{len(tasks) - len(runs)} of {len(tasks)} runs are missing")
     return lines
+
+
+def _command(config: CompareConfig) -> str:
+    """The line that makes the comparison again: every flag that is not at its default."""
+    words = ["nybble compare", *config.presets]
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if field.name in ("presets", "jobs", "dry_run", "report_only") or value == field.default:
+            continue
+        flag = f"--{field.name.replace('_', '-')}"
+        words += [flag] if value is True else [flag, str(value) or "''"]
+    return " ".join(words)
