@@ -29,6 +29,11 @@ class _Growing:
         self.n += S
         return self.data[:, : self.n]
 
+    def select(self, rows: Tensor) -> None:
+        """Keep these rows of the batch alone."""
+        if self.data is not None:
+            self.data = self.data.index_select(0, rows)
+
 
 class Cache:
     """State of one batch of sequences under generation.
@@ -59,6 +64,14 @@ class Cache:
             past = x.new_zeros(x.shape[0], count, x.shape[2])
         self.convs[layer, slot] = torch.cat([past, x], dim=1)[:, x.shape[1] :].clone()
         return past
+
+    def select(self, rows: Tensor) -> None:
+        """Keep these sequences [n] int64 of the batch alone, in this order."""
+        for grown in (*self.keys, *self.values):
+            grown.select(rows)
+        self.convs = {place: past.index_select(0, rows) for place, past in self.convs.items()}
+        if self.segments is not None:
+            self.segments = self.segments.index_select(0, rows)
 
     def advance(self, tokens: int, segments: Tensor | None) -> None:
         """Note that `tokens` more tokens, of documents `segments` [B, tokens], went through all layers."""

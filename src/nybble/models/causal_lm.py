@@ -21,11 +21,13 @@ from nybble.models.pretrained import Pretrained
 
 @dataclass
 class CausalLMOutput:
-    """Mean `loss`, `token_loss` [B, S] in nats without gradient, `logits` [B, S, vocabulary]; FP32."""
+    """Mean `loss`, `token_loss` [B, S] in nats without gradient, `logits` [B, S, vocabulary], FP32; `hidden`
+    [B, S, H] before the head."""
 
     loss: Tensor | None = None
     token_loss: Tensor | None = None
     logits: Tensor | None = None
+    hidden: Tensor | None = None
 
 
 class Stack:
@@ -123,6 +125,7 @@ class CausalLM(ExpertLoad, Pretrained):
         cache: Cache | None = None,
         return_logits: bool | None = None,
         last_only: bool = False,
+        return_hidden: bool = False,
     ) -> CausalLMOutput:
         """Logits, or the loss if there are labels.
 
@@ -136,6 +139,7 @@ class CausalLM(ExpertLoad, Pretrained):
             cache: from `new_cache()`, holds the tokens before these and takes these in.
             return_logits: default: only without labels.
             last_only: logits of the last position alone, [B, 1, vocabulary].
+            return_hidden: the hidden states too, for a loss of the caller's own.
 
         Raises:
             NybbleError: ids out of the vocabulary, or more tokens than `max_position_embeddings`.
@@ -159,7 +163,7 @@ class CausalLM(ExpertLoad, Pretrained):
             cache.advance(S, segments)
         if self.training:
             self.expert_load += counts
-        output = CausalLMOutput()
+        output = CausalLMOutput(hidden=hidden if return_hidden else None)
         cap = self.cap
         if shift_labels is not None:
             flat = hidden.reshape(-1, hidden.shape[-1])

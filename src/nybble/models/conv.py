@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from nybble.models.cpu import conv as fused
@@ -45,8 +46,13 @@ def causal_conv(
     Returns:
         [B, S, C] FP32.
     """
-    if past is None and by_hand(x):
-        return _CausalConv.apply(x, taps, bias, *same)
+    if by_hand(x):
+        if past is None:
+            return _CausalConv.apply(x, taps, bias, *same)
+        # the same kernel with and without a cache, so that both give a token the same bits
+        before = past.shape[1]
+        line = torch.cat([past, x], dim=1)
+        return _CausalConv.apply(line, taps, bias, *(F.pad(m, (0, 0, before, 0)) for m in same))[:, before:]
     y = x * taps[0] if bias is None else x * taps[0] + bias
     for lag in range(1, taps.shape[0]):
         late = lagged(x, past, lag)

@@ -1,6 +1,6 @@
 """Batched sampling from a model with a `new_cache`, for prompts of different lengths."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +27,11 @@ def pick(logits: Tensor, temperature: float, top_p: float, draw: Tensor) -> Tens
     """
     if temperature == 0.0:
         return logits.argmax(-1)
+    if top_p == 1.0:
+        # all tokens are kept, so their order does not matter and nothing need be sorted
+        below = torch.softmax(logits.float() / temperature, dim=-1).cumsum(-1)
+        place = torch.searchsorted(below, (draw.to(below) * below[:, -1])[:, None], right=True)
+        return place[:, 0].clamp(max=logits.shape[-1] - 1)
     probabilities, tokens = torch.softmax(logits.float() / temperature, dim=-1).sort(
         dim=-1, descending=True, stable=True
     )
@@ -36,6 +41,78 @@ def pick(logits: Tensor, temperature: float, top_p: float, draw: Tensor) -> Tens
     place = torch.searchsorted(total, (draw.to(total) * total[:, -1])[:, None], right=True)
     last = (kept > 0).sum(-1, keepdim=True) - 1
     return tokens.gather(1, place.minimum(last.clamp(min=0)))[:, 0]
+
+
+class Decoder:
+    """Sequences under generation: `prefill` reads their prompts, each `step` adds one token to each.
+
+    Shorter prompts are padded on the left as a document of their own, which the prompt never sees. `rows`
+    [live] says which prompts are still here; `keep` drops the others.
+    """
+
+    def __init__(self, model: nn.Module, prompts: Sequence[Sequence[int]], chunk: int = PREFILL_TOKENS) -> None:
+        """`prompts` are token ids, at least one a prompt; `chunk` of a sequence go through the model at once.
+
+        Raises NybbleError for an empty prompt.
+        """
+        if any(len(prompt) == 0 for prompt in prompts):
+            raise NybbleError("a prompt is empty; give at least one token, for example the end-of-text token")
+        self._model: Any = model
+        self._chunk = chunk
+        device = next(model.parameters()).device
+        B, longest = len(prompts), max(len(prompt) for prompt in prompts)
+        ids = torch.zeros(B, longest, dtype=torch.int64)
+        real = torch.zeros(B, longest, dtype=torch.int64)
+        for row, prompt in enumerate(prompts):
+            ids[row, longest - len(prompt) :] = torch.tensor(prompt)
+            real[row, longest - len(prompt) :] = 1
+        self.padding = [longest - len(prompt) for prompt in prompts]
+        """Tokens before each prompt."""
+        self._ragged = bool((real == 0).any())
+        positions = (real.cumsum(1) - 1).clamp(min=0)
+        self._ids, self._real, self._positions = ids.to(device), real.to(device), positions.to(device)
+        self._cache = self._model.new_cache()
+        self.rows = torch.arange(B, device=device)
+
+    def prefill(self, after_chunk: Callable[[int], None] | None = None) -> Tensor:
+        """Logits [B, vocabulary] of the first new token; calls `after_chunk(tokens a row)` after each chunk."""
+        S = self._ids.shape[1]
+        for start in range(0, S, self._chunk):
+            part = slice(start, min(start + self._chunk, S))
+            logits = self._forward(self._ids[:, part], self._real[:, part], self._positions[:, part])
+            if after_chunk is not None:
+                after_chunk(part.stop - start)
+        self._position, self._one = self._positions[:, -1:], torch.ones_like(self._ids[:, :1])
+        return logits
+
+    def step(self, tokens: Tensor) -> Tensor:
+        """Logits [live, vocabulary] of what follows `tokens` [live]."""
+        self._position = self._position + 1
+        return self._forward(tokens[:, None], self._one, self._position)
+
+    def keep(self, places: Tensor) -> None:
+        """Go on with these of the live sequences alone: int64 [n], indices into `rows`."""
+        self.rows = self.rows[places]
+        self._position, self._one = self._position[places], self._one[places]
+        self._cache.select(places)
+
+    def _forward(self, ids: Tensor, real: Tensor, positions: Tensor) -> Tensor:
+        logits: Tensor = self._model(
+            ids,
+            segments=real if self._ragged else None,
+            positions=positions if self._ragged else None,
+            cache=self._cache,
+            last_only=True,
+        ).logits
+        return logits[:, -1]
+
+
+def check_sampling(temperature: float, top_p: float) -> None:
+    """Raise NybbleError for a temperature below 0 or a top_p outside (0, 1]."""
+    if temperature < 0.0:
+        raise NybbleError(f"temperature = {temperature} must not be negative; 0 is greedy")
+    if not 0.0 < top_p <= 1.0:
+        raise NybbleError(f"top_p = {top_p} must lie in (0, 1]")
 
 
 @torch.no_grad()
@@ -51,8 +128,7 @@ def generate(
 ) -> list[list[int]]:
     """Continue each prompt.
 
-    A prompt's draws depend on `seed` and its place in `prompts` alone. Shorter prompts are padded on the
-    left as a document of their own, which the prompt never sees.
+    A prompt's draws depend on `seed` and its place in `prompts` alone.
 
     Args:
         model: `Inkling2ForCausalLM` or alike.
@@ -70,76 +146,31 @@ def generate(
         NybbleError: an empty prompt, a temperature below 0, a top_p outside (0, 1], or ids the model does
             not know.
     """
-    if temperature < 0.0:
-        raise NybbleError(f"temperature = {temperature} must not be negative; 0 is greedy")
-    if not 0.0 < top_p <= 1.0:
-        raise NybbleError(f"top_p = {top_p} must lie in (0, 1]")
-    if any(len(prompt) == 0 for prompt in prompts):
-        raise NybbleError("a prompt is empty; give at least one token, for example the end-of-text token")
+    check_sampling(temperature, top_p)
     if not prompts or max_new_tokens <= 0:
         return [[] for _ in prompts]
-    device = next(model.parameters()).device
-    B, longest = len(prompts), max(len(prompt) for prompt in prompts)
-    ids = torch.zeros(B, longest, dtype=torch.int64)
-    real = torch.zeros(B, longest, dtype=torch.int64)
-    for row, prompt in enumerate(prompts):
-        ids[row, longest - len(prompt) :] = torch.tensor(prompt)
-        real[row, longest - len(prompt) :] = 1
-    ragged = bool((real == 0).any())
-    positions = (real.cumsum(1) - 1).clamp(min=0)
-    draws = torch.stack(
-        [
-            torch.rand(max_new_tokens, generator=torch.Generator().manual_seed(seed * 1_000_003 + row))
-            for row in range(B)
-        ]
-    ).to(device)
-    ids, real, positions = ids.to(device), real.to(device), positions.to(device)
     mode = model.training
     model.eval()
     try:
-        return _run(model, ids, real if ragged else None, positions, draws, temperature, top_p, eos)
+        decoder = Decoder(model, prompts)
+        draws = torch.stack(
+            [
+                torch.rand(max_new_tokens, generator=torch.Generator().manual_seed(seed * 1_000_003 + row))
+                for row in range(len(prompts))
+            ]
+        ).to(decoder.rows.device)
+        logits = decoder.prefill()
+        new: list[Tensor] = []
+        done = torch.zeros_like(decoder.rows, dtype=torch.bool)
+        for step in range(max_new_tokens):
+            token = pick(logits, temperature, top_p, draws[:, step])
+            new.append(token)
+            if eos is not None:
+                done |= token == eos
+            if step + 1 == max_new_tokens or bool(done.all()):
+                break
+            logits = decoder.step(token)
     finally:
         model.train(mode)
-
-
-def _run(
-    model: Any,
-    ids: Tensor,
-    real: Tensor | None,
-    positions: Tensor,
-    draws: Tensor,
-    temperature: float,
-    top_p: float,
-    eos: int | None,
-) -> list[list[int]]:
-    cache = model.new_cache()
-    B, S = ids.shape
-    for start in range(0, S, PREFILL_TOKENS):
-        part = slice(start, min(start + PREFILL_TOKENS, S))
-        logits = model(
-            ids[:, part],
-            segments=None if real is None else real[:, part],
-            positions=None if real is None else positions[:, part],
-            cache=cache,
-            last_only=True,
-        ).logits
-    position, one = positions[:, -1:], torch.ones_like(ids[:, :1])
-    new: list[Tensor] = []
-    done = torch.zeros(B, dtype=torch.bool, device=ids.device)
-    for step in range(draws.shape[1]):
-        token = pick(logits[:, -1], temperature, top_p, draws[:, step])
-        new.append(token)
-        if eos is not None:
-            done |= token == eos
-        if step + 1 == draws.shape[1] or bool(done.all()):
-            break
-        position = position + 1
-        logits = model(
-            token[:, None],
-            segments=None if real is None else one,
-            positions=None if real is None else position,
-            cache=cache,
-            last_only=True,
-        ).logits
     rows = torch.stack(new, dim=1).tolist()
     return [row[: row.index(eos) + 1] if eos in row else row for row in rows]

@@ -27,5 +27,9 @@ class Router(nn.Module):
         experts = torch.topk(
             scores + self.e_score_correction_bias.float(), self.top_k, dim=-1, sorted=False
         ).indices
+        return logits, self.weigh(scores, experts), experts
+
+    def weigh(self, scores: Tensor, experts: Tensor) -> Tensor:
+        """Weights [T, k] of chosen experts [T, k] from all scores [T, E]."""
         weights = scores.gather(1, experts)
-        return logits, weights / (weights.sum(-1, keepdim=True) + 1e-20) * self.gain, experts
+        return weights / (weights.sum(-1, keepdim=True) + 1e-20) * self.gain

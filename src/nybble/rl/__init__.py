@@ -1,0 +1,1 @@
+"""Reinforcement learning whose sampler and trainer share one quantiser."""
