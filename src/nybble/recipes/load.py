@@ -11,13 +11,13 @@ from typing import Any
 
 from nybble.errors import RecipeError
 from nybble.recipes.operand import OPERANDS, Operand, operand
-from nybble.recipes.recipe import OPTIONS, Recipe
+from nybble.recipes.recipe import OPTIONS, STAGES, Recipe
 from nybble.recipes.rule import KINDS, Layers, Rule
 from nybble.recipes.traffic import LEGS, Traffic
 
 _FOLDER = Path(__file__).parent
 _RULE_KEYS = ("modules", "kind", "layers", "after", "optional", "hint", "all", "fprop", "dgrad", "wgrad")
-_TOP_KEYS = ("name", "description", "allow", *OPTIONS, "rule")
+_TOP_KEYS = ("name", "description", "allow", *OPTIONS, "rule", "rl")
 _LAYER_KEYS = ("first", "last", "first_fraction", "last_fraction")
 
 
@@ -58,8 +58,8 @@ class _Reader:
     def __init__(self, file: str, text: str) -> None:
         self.file = file
         self.lines = text.splitlines()
-        headers = [n for n, line in enumerate(self.lines) if re.match(r"\s*\[", line)]
-        self.starts = [n for n in headers if re.match(r"\s*\[\[\s*rule\s*\]\]", self.lines[n])]
+        self.starts: list[int] = []
+        """Lines of the headers of the rules being read."""
 
     def where(self, rule: int | None = None, key: str = "", under: str = "") -> str:
         """File and line of `key` in rule number `rule`, or of a key or table at the top."""
@@ -75,7 +75,8 @@ class _Reader:
         if rule >= len(self.starts):
             return f"{self.file}, rule {rule + 1}"
         start = self.starts[rule]
-        end = self.starts[rule + 1] if rule + 1 < len(self.starts) else len(self.lines)
+        later = (n for n in range(start + 1, len(self.lines)) if re.match(r"\s*\[\[", self.lines[n]))
+        end = next(later, len(self.lines))
         for n in range(start, end):
             if key and re.match(rf"\s*(\[\s*rule\.)?\"?{re.escape(key)}\"?\s*[\].=]", self.lines[n]):
                 return f"{self.file}:{n + 1}"
@@ -97,21 +98,38 @@ class _Reader:
                         f"choose {' or '.join(choices)}"
                     )
                 options[f"{table}.{key}"] = value
-        rules = data.get("rule", [])
-        if not isinstance(rules, list) or not all(isinstance(rule, Mapping) for rule in rules):
-            raise RecipeError(f"{self.where(None, 'rule')}: rules are written as [[rule]] tables")
         return Recipe(
             name=str(data.get("name", name)),
             description=str(data.get("description", "")),
-            rules=tuple(self._rule(n, rule) for n, rule in enumerate(rules)),
+            rules=self._rules(data, "rule"),
             allow=self._globs(data.get("allow", []), self.where(None, "allow"), "allow"),
             masters=options["masters.dtype"],
             keep=options["experts.keep"],
             cache=options["weights.cache"],
             tails=options["blocks.tails"],
             traffic=Traffic(**{leg: options[f"traffic.{leg}"] for leg in LEGS}),
+            stages=self._stages(data.get("rl", {})),
             source=self.file,
         )
+
+    def _stages(self, data: Any) -> tuple[tuple[str, tuple[Rule, ...]], ...]:
+        """Rules of the stages of reinforcement learning, [[rl.sample.rule]] and [[rl.train.rule]]."""
+        where = self.where(None, "rl")
+        if not isinstance(data, Mapping) or not all(isinstance(stage, Mapping) for stage in data.values()):
+            raise RecipeError(f"{where}: stages are written as [[rl.sample.rule]] and [[rl.train.rule]] tables")
+        self._keys(data, STAGES, "[rl]", under="rl")
+        for name, stage in data.items():
+            self._keys(stage, ("rule",), f"[rl.{name}]", under="rl")
+        return tuple((name, self._rules(data[name], f"rl.{name}.rule")) for name in STAGES if name in data)
+
+    def _rules(self, data: Mapping[str, Any], header: str) -> tuple[Rule, ...]:
+        """The rules in `data`, whose tables are written [[header]]."""
+        rules = data.get("rule", [])
+        if not isinstance(rules, list) or not all(isinstance(rule, Mapping) for rule in rules):
+            raise RecipeError(f"{self.where(None, 'rule')}: rules are written as [[{header}]] tables")
+        pattern = rf"\s*\[\[\s*{re.escape(header)}\s*\]\]"
+        self.starts = [n for n, line in enumerate(self.lines) if re.match(pattern, line)]
+        return tuple(self._rule(n, rule) for n, rule in enumerate(rules))
 
     def _keys(
         self,

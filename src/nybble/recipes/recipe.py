@@ -20,6 +20,9 @@ OPTIONS: dict[str, dict[str, tuple[str, ...]]] = {
 }
 """Tables of single options; the first choice is the default."""
 
+STAGES = ("sample", "train")
+"""Stages of reinforcement learning that may have rules of their own, as [[rl.sample.rule]]."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
@@ -43,6 +46,8 @@ class Recipe:
     """Whether a feature axis may end in a block that is not full."""
     traffic: Traffic = field(default_factory=Traffic)
     """Formats of what travels between ranks that share experts."""
+    stages: tuple[tuple[str, tuple[Rule, ...]], ...] = ()
+    """(stage, rules that follow the others in it), of the stages that have any."""
     source: str = field(default="", compare=False)
     """Where it was read from, for messages; not part of its identity."""
 
@@ -56,6 +61,10 @@ class Recipe:
             return self
         kept = (replace(rule, after=None) for rule in self.rules if rule.start(steps) <= step)
         return replace(self, rules=tuple(kept))
+
+    def stage(self, name: str) -> "Recipe":
+        """The recipe of the stage "sample" or "train": its rules come after the others, and so win."""
+        return replace(self, rules=self.rules + dict(self.stages).get(name, ()), stages=())
 
     def to_dict(self) -> dict[str, Any]:
         """The recipe as TOML data; `load_recipe(recipe.to_dict())` gives an equal one."""
@@ -72,6 +81,7 @@ class Recipe:
 
     def _content(self) -> dict[str, Any]:
         changed = self.traffic.changed()
+        stages = {name: {"rule": [_rule(rule) for rule in rules]} for name, rules in self.stages}
         return {
             **({"traffic": changed} if changed else {}),
             "allow": list(self.allow),
@@ -80,6 +90,7 @@ class Recipe:
             "weights": {"cache": self.cache},
             "blocks": {"tails": self.tails},
             "rule": [_rule(rule) for rule in self.rules],
+            **({"rl": stages} if stages else {}),
         }
 
 
