@@ -1,0 +1,38 @@
+"""Where a run stands besides its weights: what the session saves in place of a position in data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from nybble.rl.update import Old, Totals
+
+
+@dataclass
+class Position:
+    """The next problem, and how far the step in progress is."""
+
+    problem: int = 0
+    """Index of the first problem of the step in progress."""
+    update: int = 0
+    """Updates of the step in progress that are done."""
+    totals: Totals = field(default_factory=Totals)
+    old: Old | None = None
+    """Log-probabilities at the start of the step in progress, if it has several updates."""
+
+    def __next__(self) -> dict[str, Tensor]:
+        raise StopIteration  # batches of tokens come from rollouts, not from here
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "problem": self.problem,
+            "update": self.update,
+            "totals": self.totals.state(),
+            "old": self.old if self.update else None,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.problem, self.update, self.old = state["problem"], state["update"], state["old"]
+        self.totals = Totals.of(state["totals"])
