@@ -15,6 +15,8 @@ from collections.abc import Callable, Sequence
 VERBS: dict[str, tuple[str, str]] = {
     "prepare": ("nybble.commands.prepare", "turn text into token shards"),
     "pretrain": ("nybble.commands.pretrain", "train a model from random weights"),
+    "sft": ("nybble.commands.sft", "fine-tune a model on worked solutions of a task"),
+    "rl": ("nybble.commands.rl", "train a model on the rewards of a task"),
     "sample": ("nybble.commands.sample", "generate text with a trained model"),
     "export": ("nybble.commands.export", "write the four-bit weights of training for serving programs"),
     "validate": ("nybble.commands.validate", "find what is wrong with a four-bit checkpoint"),

@@ -23,3 +23,7 @@ class NonFiniteError(NybbleError):
 
 class ConfigError(NybbleError):
     """A setting that is unknown or out of range; the message names the field and the fix."""
+
+
+class EngineError(NybbleError):
+    """A server that samples is dead, refuses, or answers what cannot be used; the message names it."""

@@ -20,7 +20,7 @@ def _sizes(name: str) -> tuple[int, int]:
 
 
 def test_sizes_are_as_described() -> None:
-    assert presets.names() == ["tiny", "small", "inkling-2-small"]
+    assert presets.names() == ["nano", "tiny", "small", "inkling-2-small"]
     assert 5e6 < _sizes("tiny")[0] < 20e6
     count, active = _sizes("small")
     assert 280e6 < count < 340e6
@@ -49,7 +49,7 @@ def test_shapes_suit_every_format(name: str) -> None:
 def test_fields_can_be_changed_and_unknown_names_list_the_known() -> None:
     assert presets.get("tiny").model_config(vocab_size=8192).vocab_size == 8192
     with pytest.raises(
-        NybbleError, match="unknown preset 'huge'; the presets are tiny, small, inkling-2-small"
+        NybbleError, match="unknown preset 'huge'; the presets are nano, tiny, small, inkling-2-small"
     ):
         presets.get("huge")
 

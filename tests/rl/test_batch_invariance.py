@@ -1,67 +1,98 @@
 """The sampler's log-probabilities are those that the trainer computes again, bit for bit."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
-from inkling2_cases import random_model
+from rl_cases import PARAMS, STOP, policy_model, requests, rollout
 
-from nybble import convert
-from nybble.layers import set_step
-from nybble.models import Inkling2ForCausalLM
+from nybble.errors import RecipeError
 from nybble.models.cpu import exact
 from nybble.models.invariant import batch_invariant
+from nybble.recipes import load_recipe
 from nybble.rl.batching import micro_batches
 from nybble.rl.forward import score
-from nybble.rl.rollout import Rollout
-from nybble.rl.sampler import Completion, Request, SamplingParams, sample
-
-SIZES = {"hidden_size": 64, "head_dim": 16, "swa_head_dim": 16, "log_scaling_n_floor": 8}
-LENGTHS = (3, 1, 9, 17, 5, 30, 2, 12)
-
-
-def policy(recipe: str) -> Inkling2ForCausalLM:
-    model = random_model(**SIZES)
-    convert(model, recipe)
-    set_step(model, 0)
-    return model
-
-
-def requests(count: int) -> list[Request]:
-    generator = torch.Generator().manual_seed(1)
-    return [
-        Request(
-            prompt=tuple(torch.randint(0, 100, (LENGTHS[i % len(LENGTHS)],), generator=generator).tolist()),
-            problem=i // 4,
-            sample=i % 4,
-        )
-        for i in range(count)
-    ]
-
-
-def rollout(request: Request, completion: Completion) -> Rollout:
-    return Rollout(
-        step=0, problem=request.problem, sample=request.sample, prompt="", prompt_tokens=request.prompt,
-        text="", tokens=completion.tokens, logprobs=completion.logprobs, finish=completion.finish,
-        reward=0.0, experts=completion.experts,
-    )  # fmt: skip
-
-
-PARAMS = SamplingParams(max_new_tokens=24, seed=3)
-STOP = frozenset({1, 7, 20})
+from nybble.rl.policy import Policy
+from nybble.rl.sampler import sample
 
 
 @pytest.mark.parametrize("recipe", ["inkling", "bf16"])
 def test_a_trainers_logprobs_equal_the_samplers_bit_for_bit(recipe: str) -> None:
-    model = policy(recipe)
+    model = policy_model(recipe)
     asked = requests(72)
     done = sample(model, asked, PARAMS, STOP, invariant=True, prefill_chunk=7)
     assert len({len(c.tokens) for c in done}) > 5, "ragged"
-    rollouts = [rollout(r, c) for r, c in zip(asked, done, strict=True)]
     tokens = 0
-    for batch in micro_batches(rollouts, 400, pad=0):
+    for batch in micro_batches([rollout(r, c) for r, c in zip(asked, done, strict=True)], 400, pad=0):
         scores = score(model, batch, invariant=True)  # with gradients, as in training
         assert torch.equal(scores.logprobs, batch.sampled)
         known = batch.experts >= 0
         assert torch.equal(scores.experts[known], batch.experts[known])
         tokens += len(batch.targets)
     assert tokens >= 1000
+
+
+@torch.no_grad()
+def test_chunks_of_a_prompt_batches_and_threads_leave_the_bits_alone() -> None:
+    model = policy_model("inkling")
+    asked, few = requests(4), replace(PARAMS, max_new_tokens=6)
+    whole = sample(model, asked, few, STOP, invariant=True)
+    chunked = sample(model, asked, few, STOP, invariant=True, prefill_chunk=1)
+    alone = [sample(model, [request], few, STOP, invariant=True)[0] for request in asked]
+    torch.set_num_threads(2)
+    threaded = sample(model, asked, few, STOP, invariant=True)
+    for other in (chunked, alone, threaded):
+        assert other == whole
+        assert all((a.experts == b.experts).all() for a, b in zip(other, whole, strict=True))
+
+
+@pytest.mark.parametrize("rows", [1, 3, 64])
+def test_a_rows_product_does_not_depend_on_the_other_rows(rows: int) -> None:
+    a, b = torch.randn(64, 131), torch.randn(131, 77)
+    with batch_invariant():
+        whole, part = a @ b, a[:rows].clone() @ b
+    assert torch.equal(whole[:rows], part)
+    torch.testing.assert_close(whole, a @ b, atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("own", "reference", "x"),
+    [
+        (exact.sigmoid, torch.sigmoid, torch.linspace(-95, 95, 4001)),
+        (exact.tanh, torch.tanh, torch.linspace(-12, 12, 4001)),
+        (exact.log, torch.log, torch.logspace(-30, 30, 501)),
+    ],
+)
+def test_elementwise_functions_are_accurate_and_alike_in_every_lane(own, reference, x) -> None:
+    torch.testing.assert_close(own(x), reference(x.double()).float(), atol=1e-37, rtol=6e-7)
+    for n in (1, 5, 17):
+        assert torch.equal(own(x)[:n], own(x[:n])), "a short tail has the bits of a long body"
+
+
+def test_the_mode_ends_with_its_context_even_after_an_error() -> None:
+    a, b = torch.randn(40, 300), torch.randn(300, 40)
+    before = a @ b
+    with pytest.raises(ZeroDivisionError), batch_invariant():
+        raise ZeroDivisionError
+    assert torch.equal(a @ b, before)
+
+
+@pytest.mark.parametrize(
+    "x", [{"format": "nvfp4", "outer": "tensor"}, {"format": "nvfp4", "rounding": "stochastic"}]
+)
+def test_a_forward_pass_that_mixes_tokens_is_refused(x: dict) -> None:
+    rule = {"modules": "**", "kind": "linear", "fprop": {"x": x, "w": "nvfp4"}}
+    recipe = load_recipe({"name": "mixing", "rule": [rule], "blocks": {"tails": "allow"}})
+    model = policy_model("bf16")
+    with pytest.raises(RecipeError, match="other tokens of a batch"):
+        Policy(model, recipe, recipe, seed=0, invariant=True)
+
+
+def test_experts_noted_are_those_of_each_token() -> None:
+    model = policy_model("bf16")
+    asked = requests(5)
+    done = sample(model, asked, PARAMS, STOP, prefill_chunk=4)
+    for request, completion in zip(asked, done, strict=True):
+        assert completion.experts.shape == (len(request.prompt) + len(completion.tokens) - 1, 3, 2)
+        assert completion.experts.dtype == np.uint16

@@ -22,7 +22,9 @@ def plot_rl(rows: Rows, path: Path, title: str = "") -> None:
         xs = [row["step"] for row in held_out]
         ys = [row["eval_reward"] for row in held_out]
         reward.plot(xs, ys, color=VAL, marker="o", markersize=3.5, label="held out, greedy")
-        reward.annotate(f"{ys[-1]:.3f}", (xs[-1], ys[-1]), textcoords="offset points", xytext=(-4, -14), ha="right")
+        reward.annotate(
+            f"{ys[-1]:.3f}", (xs[-1], ys[-1]), textcoords="offset points", xytext=(-4, -14), ha="right"
+        )
     reward.set(title="reward", ylim=(-0.02, 1.02))
     reward.legend(frameon=False, fontsize=8)
     for key, colour, label in (
@@ -33,10 +35,11 @@ def plot_rl(rows: Rows, path: Path, title: str = "") -> None:
         values = [(row["step"], row[key] - (key == "mismatch_ratio_mean")) for row in rows if key in row]
         if values:
             mismatch.plot(*zip(*values, strict=True), color=colour, label=label)
-    mismatch.set_yscale("symlog", linthresh=1e-8)
-    mismatch.set_ylim(bottom=0)
+    if mismatch.lines:
+        mismatch.set_yscale("symlog", linthresh=1e-8)
+        mismatch.set_ylim(bottom=0)
+        mismatch.legend(frameon=False, fontsize=8)
     mismatch.set(title="mismatch of sampler and trainer")
-    mismatch.legend(frameon=False, fontsize=8)
     _curve(entropy, rows, "entropy", TRAIN, "")
     entropy.set(title="entropy, nats a token", ylim=(0, None))
     _curve(length, rows, "length", TRAIN, "")

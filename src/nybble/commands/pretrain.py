@@ -5,12 +5,11 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from nybble.commands.flags import parse_flags
-from nybble.errors import ConfigError
+from nybble.commands.runs import check_resumable, check_resume
 from nybble.pretrain.config import PretrainConfig
-from nybble.pretrain.configfile import flatten, load_toml
+from nybble.pretrain.configfile import load_toml
 from nybble.pretrain.defaults import preset_defaults
 
 FREE = ("out", "data", "device", "threads", "compile", "activation_checkpointing", "schedule.steps")
@@ -69,33 +68,12 @@ def parse(arguments: list[str]) -> PretrainCommand:
 def _parse_resume(arguments: list[str], first: PretrainCommand) -> PretrainCommand:
     folder = first.settings.run_folder
     saved = folder / "config.toml"
-    if first.overwrite:
-        raise ConfigError("--resume goes on with a run and --overwrite deletes it; give one of them")
-    if first.config is not None:
-        raise ConfigError(f"--resume takes its settings from {saved}; leave out --config")
-    if not saved.is_file():
-        raise ConfigError(f"out: {folder} holds no run to resume; leave out --resume to start one")
+    check_resume(first, saved)
     base = load_toml(saved, PretrainConfig())
     command = _flags(arguments, dataclasses.replace(first, settings=base))
-    _check_resumable(base, command.settings, saved)
+    check_resumable(base, command.settings, saved, FREE, FREE_SECTIONS)
     return command
 
 
 def _flags(arguments: list[str], default: PretrainCommand) -> PretrainCommand:
     return parse_flags(PretrainCommand, arguments, "pretrain", default)
-
-
-def _check_resumable(saved: PretrainConfig, asked: PretrainConfig, file: Path) -> None:
-    before, after = flatten(saved), flatten(asked)
-    for name, value in after.items():
-        free = name in FREE or name.startswith(FREE_SECTIONS)
-        if value != before[name] and not free:
-            flag = name.rpartition(".")[2]
-            raise ConfigError(
-                f"{flag} is {_text(value)}, but the run to resume has {_text(before[name])} ({file}); "
-                "leave the flag out, or start another run with another --out"
-            )
-
-
-def _text(value: Any) -> str:
-    return str(value) if isinstance(value, Path) else repr(value)

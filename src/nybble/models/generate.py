@@ -50,7 +50,9 @@ class Decoder:
     [live] says which prompts are still here; `keep` drops the others.
     """
 
-    def __init__(self, model: nn.Module, prompts: Sequence[Sequence[int]], chunk: int = PREFILL_TOKENS) -> None:
+    def __init__(
+        self, model: nn.Module, prompts: Sequence[Sequence[int]], chunk: int = PREFILL_TOKENS
+    ) -> None:
         """`prompts` are token ids, at least one a prompt; `chunk` of a sequence go through the model at once.
 
         Raises NybbleError for an empty prompt.
@@ -71,11 +73,12 @@ class Decoder:
         self._ragged = bool((real == 0).any())
         positions = (real.cumsum(1) - 1).clamp(min=0)
         self._ids, self._real, self._positions = ids.to(device), real.to(device), positions.to(device)
-        self._cache = self._model.new_cache()
+        new_cache: Any = model.new_cache
+        self._cache = new_cache()
         self.rows = torch.arange(B, device=device)
 
     def prefill(self, after_chunk: Callable[[int], None] | None = None) -> Tensor:
-        """Logits [B, vocabulary] of the first new token; calls `after_chunk(tokens a row)` after each chunk."""
+        """Logits [B, vocabulary] of the first new token; calls `after_chunk(tokens a row)` chunk by chunk."""
         S = self._ids.shape[1]
         for start in range(0, S, self._chunk):
             part = slice(start, min(start + self._chunk, S))

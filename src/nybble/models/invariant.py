@@ -23,6 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from nybble.models.cpu import exact
 
 aten = torch.ops.aten
+SHORT_SUM = 32
+"""Terms. The choice looks at the sum alone: by the number of products, bits would depend on the batch."""
 Rule = Callable[..., Any]
 
 
@@ -70,7 +72,13 @@ def _addmm(bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float 
 
 
 def _bmm(a: Tensor, b: Tensor) -> Tensor:
-    return torch.stack([_product(x, y) for x, y in zip(a, b, strict=True)])
+    """a [n, M, K] @ b [n, K, N]: short sums a term at a time for all n, longer ones by products."""
+    if a.shape[2] > SHORT_SUM:
+        return torch.stack([_product(x, y) for x, y in zip(a, b, strict=True)])
+    out = torch.zeros(*a.shape[:2], b.shape[2], dtype=torch.float32, device=a.device)
+    for k in range(a.shape[2]):
+        out += a[:, :, k, None].float() * b[:, k, None, :].float()
+    return out.to(a.dtype)
 
 
 def _grouped_rows(a: Tensor, w: Tensor, offs: Tensor, transpose: bool) -> Tensor:
@@ -120,7 +128,7 @@ def _norm(
 
 
 def _elementwise(function: Callable[[Tensor], Tensor], own: Any) -> tuple[Rule, Rule]:
-    """A function of one number and its in-place form; torch's own differs between vectors and tails on CPUs."""
+    """A function of one number and its in-place form; on CPUs torch's differ between vectors and tails."""
 
     def fresh(x: Tensor) -> Tensor:
         return function(x.float()).to(x.dtype) if x.device.type == "cpu" else own(x)
@@ -129,6 +137,15 @@ def _elementwise(function: Callable[[Tensor], Tensor], own: Any) -> tuple[Rule, 
         return x.copy_(fresh(x))
 
     return fresh, in_place
+
+
+def _log_softmax(x: Tensor, dim: int, half_to_float: bool) -> Tensor:
+    """On CUDA the order within a row depends on where the row begins in memory: all begin alike if padded."""
+    room = -x.shape[-1] % 8
+    if x.device.type == "cpu" or room == 0 or dim % x.dim() != x.dim() - 1:
+        return aten._log_softmax.default(x, dim, half_to_float)
+    padded = torch.nn.functional.pad(x, (0, room), value=-torch.inf)
+    return aten._log_softmax.default(padded, dim, half_to_float)[..., : x.shape[-1]]
 
 
 def _addcmul(x: Tensor, a: Tensor, b: Tensor, *, value: float = 1) -> Tensor:
@@ -158,6 +175,7 @@ _RULES: dict[Any, Rule] = {
     aten.tanh_.default: _tanh_,
     aten.log.default: _log,
     aten.log_.default: _log_,
+    aten._log_softmax.default: _log_softmax,
     aten.addcmul.default: _addcmul,
     aten.addcmul_.default: _addcmul_,
 }

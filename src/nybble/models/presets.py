@@ -46,6 +46,33 @@ def _vocabulary(size: int) -> dict[str, Any]:
 
 _PRESETS = (
     Preset(
+        name="nano",
+        description="reinforcement learning on a CPU: short texts of bytes, a hundred steps in minutes",
+        config={
+            **_vocabulary(4096),
+            "hidden_size": 128,
+            "num_hidden_layers": 6,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 32,
+            "swa_num_attention_heads": 4,
+            "swa_num_key_value_heads": 2,
+            "swa_head_dim": 32,
+            "sliding_window_size": 32,
+            "d_rel": 8,
+            "rel_extent": 64,
+            "moe_intermediate_size": 128,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 2,
+            "route_scale": 2.0,
+            "max_position_embeddings": 1024,
+        },
+        sequence=128,
+        batch=16,
+        learning_rate=3e-3,
+        steps=300,
+    ),
+    Preset(
         name="tiny",
         description="the demo: a few hundred steps in minutes on two CPU cores",
         config={

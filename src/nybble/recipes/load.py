@@ -116,7 +116,9 @@ class _Reader:
         """Rules of the stages of reinforcement learning, [[rl.sample.rule]] and [[rl.train.rule]]."""
         where = self.where(None, "rl")
         if not isinstance(data, Mapping) or not all(isinstance(stage, Mapping) for stage in data.values()):
-            raise RecipeError(f"{where}: stages are written as [[rl.sample.rule]] and [[rl.train.rule]] tables")
+            raise RecipeError(
+                f"{where}: stages are written as [[rl.sample.rule]] and [[rl.train.rule]] tables"
+            )
         self._keys(data, STAGES, "[rl]", under="rl")
         for name, stage in data.items():
             self._keys(stage, ("rule",), f"[rl.{name}]", under="rl")

@@ -46,9 +46,7 @@ class Collector:
 
     def sample(self, posed: Sequence[Posed], step: int, group: int, params: SamplingParams) -> list[Rollout]:
         """`group` scored completions of each problem, problem by problem."""
-        requests = [
-            Request(prompt=p.tokens, problem=p.index, sample=i) for p in posed for i in range(group)
-        ]
+        requests = [Request(prompt=p.tokens, problem=p.index, sample=i) for p in posed for i in range(group)]
         completions = self.engine.sample(requests, params, step)
         return [
             self._rollout(posed[place // group], request, completion, step)

@@ -108,7 +108,7 @@ class RLConfig:
     threads: int = 0
     """CPU threads; 0 leaves torch's choice."""
     batch_invariant: bool = True
-    """Fixed order of additions in sampler and trainer: their log-probabilities are then equal, bit for bit."""
+    """Fixed order of additions in sampler and trainer: their log-probabilities are equal, bit for bit."""
     rollouts: Path | None = None
     """Train on this file of rollouts instead of sampling."""
     sample_only: bool = False

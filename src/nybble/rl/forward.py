@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -25,6 +27,17 @@ class Scores:
     """[B * S, L, k] int64, what each token of the micro-batch was routed to."""
 
 
+@contextmanager
+def chunked_attention(model: Inkling2ForCausalLM, enabled: bool) -> Iterator[None]:
+    """Attention by the op that the batch-invariant mode knows, on GPUs too."""
+    before = model.flex
+    model.flex = False if enabled else before
+    try:
+        yield
+    finally:
+        model.flex = before
+
+
 def score(
     model: Inkling2ForCausalLM,
     batch: MicroBatch,
@@ -43,15 +56,18 @@ def score(
         replay: send tokens to the experts that the sampler chose.
     """
     with (
+        chunked_attention(model, invariant),
         batch_invariant(invariant),
         replay_routing(model, batch.experts if replay else None),
         note_routing(model) as note,
     ):
-        hidden = model(
-            batch.ids, segments=batch.segments, return_hidden=True, return_logits=False
-        ).hidden
+        hidden = model(batch.ids, segments=batch.segments, return_hidden=True, return_logits=False).hidden
         rows = hidden.flatten(0, 1).index_select(0, batch.places)
         logprobs, entropy = token_log_probs(
-            rows, model.lm_head.weight, batch.targets, model.config.final_logit_softcapping, temperature or 1.0
+            rows,
+            model.lm_head.weight,
+            batch.targets,
+            model.config.final_logit_softcapping,
+            temperature or 1.0,
         )
         return Scores(logprobs, entropy, note.stacked() if note is not None else None)

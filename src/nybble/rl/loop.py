@@ -53,11 +53,12 @@ def train(run: Run, stop: StopRequest) -> list[dict[str, Any]]:
     steps, first, timed_s = config.schedule.steps, session.step, 0.0
     for step in range(first, steps):
         started = time.perf_counter()
-        extra = evaluate(run, step) if step == 0 else {}
+        if step == 0 and not run.position.evaluated:
+            run.position.evaluated = evaluate(run, step)
         rollouts, next_problem = gather_rollouts(run, step)
         if not config.sample_only and not train_step(run, rollouts, step, stop):
             break
-        row = finish_step(run, rollouts, step, next_problem) | extra
+        row = finish_step(run, rollouts, step, next_problem)
         last = session.step == steps
         if last or _due(session.step, config.evaluation.eval_every):
             row |= evaluate(run, session.step)
@@ -91,6 +92,7 @@ def gather_rollouts(run: Run, step: int) -> tuple[list[Rollout], int]:
         count = config.sampling.prompts
         mine = run.given[step * count : (step + 1) * count][ranks.rank() :: ranks.world()]
         return [rollout for group in mine for rollout in group], run.position.problem
+    run.problems.skipped = 0
     posed, following = run.problems.take(run.position.problem, config.sampling.prompts)
     run.collector.engine.refresh(step * config.loss.updates)
     path = step_file(run.session.run.path, step, ranks.rank())
@@ -102,7 +104,7 @@ def train_step(run: Run, rollouts: Sequence[Rollout], step: int, stop: StopReque
     position, updates = run.position, run.config.loss.updates
     every = list(groups(rollouts))
     if updates > 1 and position.old is None:
-        position.old = run.updater.score_before(every, step * updates)
+        position.old = run.updater.score_before(every, step * updates, position.totals)
     while position.update < updates:
         u = position.update
         part = every[len(every) * u // updates : len(every) * (u + 1) // updates]
@@ -124,7 +126,13 @@ def finish_step(run: Run, rollouts: Sequence[Rollout], step: int, next_problem: 
         everything += theirs
         if rank != ranks.rank():
             totals.add(Totals.of(sums))
-    row: dict[str, Any] = {"step": step + 1, **reward_row(everything), "prompts_skipped": run.problems.skipped}
+    row: dict[str, Any] = {
+        "step": step + 1,
+        **reward_row(everything),
+        "prompts_skipped": run.problems.skipped,
+    }
+    row |= position.evaluated
+    position.evaluated = {}
     if not run.config.sample_only:
         row |= {"lr": run.session.optimiser.lr, **totals.row()}
         if ranks.rank() == 0:

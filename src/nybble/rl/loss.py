@@ -41,8 +41,8 @@ class LossConfig:
     clip_high: float = 0.2
     """Ratios above 1 + clip_high are clipped; 0.28 is "clip higher" (arXiv 2503.14476)."""
     normalise: Literal["tokens", "length"] = "tokens"
-    """Divide the sum over tokens by their number, or by completions x max_new_tokens, which does not depend on
-    how long they are.
+    """Divide the sum over tokens by their number, or by completions x max_new_tokens, which does not depend
+    on how long they are.
     """
     tis: float = 0.0
     """Cap of the importance weight between trainer and sampler; 0 turns it off."""

@@ -1,4 +1,4 @@
-"""The model in its two roles: sampler and trainer, each in the precision that its stage of the recipe says."""
+"""The model in its two roles, sampler and trainer, each in the precision of its stage of the recipe."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Policy:
         if invariant:
             for table in (sample_table, train_table):
                 _check_independent(table)
-        # The sampler's conversion keeps codes, 4.5 bits a value, where that is another one than the trainer's.
+        # A conversion of the sampler's own keeps codes, 4.5 bits a value.
         self._sample = replace(sample, cache="codes")
         self._train = train
         self.report: Report = convert(model, train)
@@ -63,7 +63,7 @@ def _check_independent(table: Table) -> None:
         mixed = x.outer == "tensor" and formats.get(x.format).two_level
         if not row.protected and (mixed or x.subtract_mean or (x.quantised and x.rounding != "nearest")):
             raise RecipeError(
-                f"{row.name}: its fprop.x depends on the other tokens of a batch (an outer scale for all of them, "
-                "a mean, or stochastic rounding), so sampler and trainer cannot agree; use outer = 'row' and "
+                f"{row.name}: its fprop.x depends on the other tokens of a batch (one outer scale, a mean, "
+                "or stochastic rounding), so sampler and trainer cannot agree; use outer = 'row' and "
                 "rounding = 'nearest', or --no-batch-invariant"
             )

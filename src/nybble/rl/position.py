@@ -19,6 +19,8 @@ class Position:
     update: int = 0
     """Updates of the step in progress that are done."""
     totals: Totals = field(default_factory=Totals)
+    evaluated: dict[str, float] = field(default_factory=dict)
+    """What the first policy's evaluation found, until the first step's row takes it."""
     old: Old | None = None
     """Log-probabilities at the start of the step in progress, if it has several updates."""
 
@@ -30,9 +32,10 @@ class Position:
             "problem": self.problem,
             "update": self.update,
             "totals": self.totals.state(),
+            "evaluated": self.evaluated,
             "old": self.old if self.update else None,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.problem, self.update, self.old = state["problem"], state["update"], state["old"]
-        self.totals = Totals.of(state["totals"])
+        self.totals, self.evaluated = Totals.of(state["totals"]), state["evaluated"]

@@ -74,15 +74,10 @@ class Problems:
                 return None
             tokens = tuple(self.tokenizer.encode(prompt))
         except Exception as error:  # a task is the user's code: one bad problem must not end the run
-            return self._skip(f"problem {index} raised {type(error).__name__}: {error}")
-        if not tokens:
-            return self._skip(f"problem {index} has an empty prompt")
-        if len(tokens) > self.longest:
-            return self._skip(
-                f"problem {index} has {len(tokens)} prompt tokens, and the model's window leaves {self.longest}"
-            )
-        return Posed(index, problem, tokens)
-
-    def _skip(self, reason: str) -> None:
+            self.reason = f"problem {index} raised {type(error).__name__}: {error}"
+        else:
+            if 0 < len(tokens) <= self.longest:
+                return Posed(index, problem, tokens)
+            self.reason = f"problem {index} has {len(tokens)} prompt tokens, not 1 to {self.longest}"
         self.skipped += 1
-        self.reason = reason
+        return None

@@ -34,7 +34,7 @@ class RoutingNote:
 
 @contextmanager
 def note_routing(model: nn.Module) -> Iterator[RoutingNote | None]:
-    """While it is open, each forward pass leaves its experts in the note; None for a model that routes not."""
+    """While it is open, each forward pass leaves its experts in the note; None if the model routes not."""
     if not isinstance(model, ExpertLoad):
         yield None
         return

@@ -8,7 +8,7 @@ batch; finished sequences leave the batch, so that the others need not wait for 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -46,7 +46,7 @@ class Completion:
     """ln p of each at the sampling temperature, before top-p cuts the distribution; FP32 values."""
     finish: str
     """"stop" or "length"."""
-    experts: Experts | None = None
+    experts: Experts | None = field(default=None, compare=False)
     """[prompt + new - 1, L, k]; None if the model routes not, or the engine does not say."""
 
 
@@ -70,7 +70,9 @@ def token_logprobs(logits: Tensor, temperature: float) -> Tensor:
     return torch.log_softmax(logits if temperature in (0.0, 1.0) else logits / temperature, dim=-1)
 
 
-def uniforms(params: SamplingParams, version: int, problems: Tensor, samples: Tensor, position: int) -> Tensor:
+def uniforms(
+    params: SamplingParams, version: int, problems: Tensor, samples: Tensor, position: int
+) -> Tensor:
     """One draw in [0, 1) a row, FP32, from the names of the rows alone."""
     counter = (
         torch.full_like(problems, position),

@@ -82,6 +82,12 @@ def name(rollout: Rollout) -> str:
     return f"{rollout.problem}/{rollout.sample}"
 
 
+def _compare(totals: Totals, batch: MicroBatch, logprobs: Tensor, experts: Tensor | None) -> None:
+    """Measures the trainer against the sampler, whose policy it must still be."""
+    totals.mismatch.add(logprobs, batch.sampled)
+    totals.mismatch.add_routing(batch, experts)
+
+
 def _gather(batch: MicroBatch, old: Old) -> Tensor:
     """[n], in the order of the micro-batch."""
     values = [p for rollout in batch.rollouts for p in old[name(rollout)]]
@@ -120,12 +126,14 @@ class Updater:
         self.reference = deepcopy(self.policy.model).requires_grad_(False)
 
     @torch.no_grad()
-    def score_before(self, groups: Sequence[Sequence[Rollout]], number: int) -> Old:
-        """ln p of every completion before update `number`, the first of a step."""
+    def score_before(self, groups: Sequence[Sequence[Rollout]], number: int, totals: Totals) -> Old:
+        """ln p of every completion before update `number`, the first of a step, and their mismatch."""
         found: Old = {}
         weighted = weigh(groups, self.config.loss.advantage)
         for micro, (batch, _) in enumerate(self._batches(weighted)):
-            logprobs = self._score(batch, number, micro).logprobs.tolist()
+            scores = self._score(batch, number, micro)
+            _compare(totals, batch, scores.logprobs, scores.experts)
+            logprobs = scores.logprobs.tolist()
             for place, rollout in enumerate(batch.rollouts):
                 mine = (batch.owner == place).tolist()
                 found[name(rollout)] = [p for p, own in zip(logprobs, mine, strict=True) if own]
@@ -154,7 +162,7 @@ class Updater:
         idle = ranks.total(float(len(batches))) == 0.0
         totals.updates += 1
         for micro, batch in enumerate(silent, start=len(batches)):
-            self._measure(batch, number, micro, totals)
+            self._measure(batch, number, micro, totals, compare=old is None)
         if idle or denominator == 0.0:
             totals.idle += 1
             return
@@ -213,12 +221,14 @@ class Updater:
         )
 
     @torch.no_grad()
-    def _measure(self, pair: tuple[MicroBatch, Tensor], number: int, micro: int, totals: Totals) -> None:
-        """Mismatch and entropy of completions that have no gradient."""
+    def _measure(
+        self, pair: tuple[MicroBatch, Tensor], number: int, micro: int, totals: Totals, compare: bool
+    ) -> None:
+        """Entropy, and mismatch if it is not known yet, of completions that have no gradient."""
         batch, _ = pair
         scores = self._score(batch, number, micro)
-        totals.mismatch.add(scores.logprobs, batch.sampled)
-        totals.mismatch.add_routing(batch, scores.experts)
+        if compare:
+            _compare(totals, batch, scores.logprobs, scores.experts)
         totals.tokens += len(batch.targets)
         totals.entropy += float(scores.entropy.sum())
 
@@ -241,8 +251,8 @@ class Updater:
             loss = parts.loss.sum() / denominator
             loss.backward()
             share += float(loss.detach())
-            totals.mismatch.add(before, batch.sampled)
-            totals.mismatch.add_routing(batch, scores.experts)
+            if old is None:
+                _compare(totals, batch, before, scores.experts)
             totals.tokens += len(batch.targets)
             totals.entropy += float(scores.entropy.sum())
             totals.clipped += float(parts.clipped.sum())
@@ -259,4 +269,5 @@ class Updater:
             batch,
             temperature=self.config.sampling.temperature,
             invariant=self.policy.invariant,
+            replay=self.config.loss.router_replay,
         ).logprobs

@@ -13,9 +13,17 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reas
 
 @pytest.mark.parametrize("group", ["nvfp4 rows", "other rows", "columns", "codes", "messages"])
 def test_interpreted_kernels_equal_the_reference(group):
-    script = Path(__file__).with_name("interpreted.py")
+    run("interpreted.py", group)
+
+
+def test_interpreted_batch_invariant_kernels():
+    run("interpreted_invariant.py")
+
+
+def run(name: str, *arguments: str) -> None:
+    script = Path(__file__).with_name(name)
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(script), group],
+        [sys.executable, "-W", "ignore", str(script), *arguments],
         env={**os.environ, "TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,

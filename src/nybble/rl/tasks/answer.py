@@ -1,7 +1,7 @@
 """The answer of a text: what its last line says after `Answer:`, and nothing else.
 
-A text with no such line, with several, with one that is not last, or with anything beside the answer on it has
-no answer; a number elsewhere in the text earns nothing.
+A text with no such line, with several, with one that is not last, or with anything beside the answer on it
+has no answer; a number elsewhere in the text earns nothing.
 """
 
 from __future__ import annotations

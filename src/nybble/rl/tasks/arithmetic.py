@@ -11,8 +11,8 @@ LARGEST = {1: 9, 2: 20, 3: 99, 4: 999}
 
 
 class Arithmetic:
-    """`7+5=` -> `Answer: 12`. Level 1 adds digits; 2 adds and subtracts up to 20; 3 and 4 up to 99 and 999; from
-    5 on three terms."""
+    """`7+5=` -> `Answer: 12`. Level 1 adds digits; 2 adds and subtracts up to 20; 3 and 4 up to 99 and 999;
+    from 5 on three terms."""
 
     def __init__(self, seed: int = 0, level: int = 1) -> None:
         self.seed, self.level = seed, level

@@ -51,7 +51,7 @@ class CountdownProblem:
 
 
 def evaluate(text: str) -> tuple[Fraction, list[int]] | None:
-    """Value and numbers of an expression of whole numbers with + - * / and brackets; None if it is no such."""
+    """Value and numbers of an expression of whole numbers with + - * / and brackets; None for others."""
     if len(text) > LONGEST:
         return None
     used: list[int] = []
@@ -83,6 +83,10 @@ class Countdown:
         for n in numbers[1:]:
             sign = random.choice("+-*" if value * n <= 400 else "+-")
             value = {"+": value + n, "-": value - n, "*": value * n}[sign]
-            expression = f"({expression}){sign}{n}" if sign == "*" and len(expression) > 2 else f"{expression}{sign}{n}"
+            expression = (
+                f"({expression}){sign}{n}"
+                if sign == "*" and len(expression) > 2
+                else f"{expression}{sign}{n}"
+            )
         shown = random.sample(numbers, len(numbers))
         return CountdownProblem(numbers=tuple(shown), target=value, expression=expression)

@@ -29,8 +29,8 @@ def names() -> list[str]:
 def find_task(config: TaskConfig) -> Task:
     """The task that `config` names.
 
-    `gym:NAME` is a task of reasoning-gym with one right answer, `gym-scored:NAME` one with many, judged by its
-    scorer; `package.module:name` is called with (seed, level).
+    `gym:NAME` is a task of reasoning-gym with one right answer, `gym-scored:NAME` one with many, judged by
+    its scorer; `package.module:name` is called with (seed, level).
 
     Raises ConfigError for a name that stands for nothing, with the nearest ones.
     """
@@ -45,7 +45,8 @@ def find_task(config: TaskConfig) -> Task:
     near = difflib.get_close_matches(name, _OWN, n=1)
     hint = f"; did you mean {near[0]}?" if near else ""
     raise ConfigError(
-        f"task: there is no task {name!r}; choose {', '.join(names())}, gym:NAME, or package.module:name{hint}"
+        f"task: there is no task {name!r}; choose {', '.join(names())}, gym:NAME, or "
+        f"package.module:name{hint}"
     )
 
 
@@ -56,5 +57,7 @@ def _imported(module: str, attribute: str, config: TaskConfig) -> Task:
         raise ConfigError(f"task: {module}:{attribute} cannot be imported: {error}") from None
     task: Task = make(config.task_seed, config.level)
     if not callable(getattr(task, "problem", None)):
-        raise ConfigError(f"task: {module}:{attribute} made {type(task).__name__}, which has no problem(index)")
+        raise ConfigError(
+            f"task: {module}:{attribute} made {type(task).__name__}, which has no problem(index)"
+        )
     return task

@@ -10,8 +10,9 @@ from nybble.errors import ConfigError
 from nybble.rl.tasks.answer import MARK, Exact, final_answer, same_answer
 
 EXTRA = "pip install 'nybble[rl]'"
-SIZE = 1 << 31
-"""Problems of a data set; they are made when they are asked for."""
+SIZE = 1000
+"""Problems of one data set. Some prepare something for each of their problems, so the stream goes on with a
+data set of another seed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,18 +41,27 @@ class Gym:
             raise ConfigError(
                 f"task: reasoning-gym has no task {name!r}" + (f"; near names are {near}" if near else "")
             )
-        import reasoning_gym
-
-        self.scored = scored
-        self.dataset: Any = reasoning_gym.create_dataset(name, size=SIZE, seed=seed)
+        self.name, self.seed, self.scored = name, seed, scored
+        self._part = -1
+        self._dataset: Any = None
 
     def problem(self, index: int) -> Exact:
-        entry = self.dataset[index]
+        dataset = self._open(index // SIZE)
+        entry = dataset[index % SIZE]
         prompt = f"{entry['question'].strip()}\nEnd with a line `{MARK} ...`.\n"
         answer = str(entry["answer"]).strip()
         if self.scored:
-            return Scored(prompt=prompt, answer=answer, entry=entry, dataset=self.dataset)
+            return Scored(prompt=prompt, answer=answer, entry=entry, dataset=dataset)
         return Exact(prompt=prompt, answer=answer)
+
+    def _open(self, part: int) -> Any:
+        if part != self._part:
+            import reasoning_gym
+
+            seed = (self.seed * 1_000_003 + part) % (1 << 31)
+            self._dataset = reasoning_gym.create_dataset(self.name, size=SIZE, seed=seed)
+            self._part = part
+        return self._dataset
 
 
 @cache

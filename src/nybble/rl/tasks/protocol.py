@@ -18,7 +18,7 @@ class Problem(Protocol):
 
     @property
     def solution(self) -> str:
-        """A worked solution that earns the whole reward, for supervised fine-tuning; empty if there is none."""
+        """A worked solution that earns the whole reward, for fine-tuning; empty if there is none."""
         ...
 
     def reward(self, text: str) -> float:
