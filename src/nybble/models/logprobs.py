@@ -13,16 +13,16 @@ from torch import Tensor
 from nybble.models.loss import CHUNK_ELEMENTS, CUDA_CHUNK_ELEMENTS
 
 
-def capped_logits(hidden: Tensor, head: Tensor, cap: float) -> Tensor:
-    """cap * tanh(hidden [T, H] @ head [V, H].T / cap), FP32 [T, V]."""
+def capped_logits(hidden: Tensor, head: Tensor, cap: float | None) -> Tensor:
+    """cap * tanh(hidden [T, H] @ head [V, H].T / cap), FP32 [T, V]; without a cap the product alone."""
     logits = (hidden @ head.to(hidden.dtype).T).float()
-    return cap * torch.tanh(logits / cap)
+    return logits if cap is None else cap * torch.tanh(logits / cap)
 
 
 class _TokenLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, head: Tensor, targets: Tensor, cap: float, temperature: float
+        ctx: Any, hidden: Tensor, head: Tensor, targets: Tensor, cap: float | None, temperature: float
     ) -> tuple[Tensor, Tensor]:
         logprobs = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
         entropy = torch.empty_like(logprobs)
@@ -44,12 +44,14 @@ class _TokenLogProbs(torch.autograd.Function):
         dhead = torch.zeros_like(head, dtype=torch.float32)
         for part in _chunks(hidden, head):
             x = hidden[part]
-            squashed = ((x @ weight.T).float() / ctx.cap).tanh_()
-            p = torch.softmax(squashed * (ctx.cap / ctx.temperature), dim=-1)
+            logits = capped_logits(x, head, ctx.cap)
+            p = torch.softmax(logits / ctx.temperature, dim=-1)
             share = dlogprobs[part, None] / ctx.temperature
             d = p.mul_(-share).scatter_add_(1, targets[part, None], share)
-            # through cap * tanh(z / cap): times 1 - tanh^2
-            d = d.mul_(1.0 - squashed.square_()).to(hidden.dtype)
+            if ctx.cap is not None:
+                # through cap * tanh(z / cap): times 1 - tanh^2
+                d.mul_(1.0 - (logits / ctx.cap).square_())
+            d = d.to(hidden.dtype)
             torch.mm(d, weight, out=dhidden[part])
             dhead += (d.T @ x).float()
         return dhidden, dhead.to(head.dtype), None, None, None
@@ -62,7 +64,7 @@ def _chunks(hidden: Tensor, head: Tensor) -> list[slice]:
 
 
 def token_log_probs(
-    hidden: Tensor, head: Tensor, targets: Tensor, cap: float, temperature: float = 1.0
+    hidden: Tensor, head: Tensor, targets: Tensor, cap: float | None, temperature: float = 1.0
 ) -> tuple[Tensor, Tensor]:
     """ln p of each target at a temperature, and the entropy of each distribution (without gradient).
 
@@ -70,7 +72,7 @@ def token_log_probs(
         hidden: [T, H].
         head: [V, H].
         targets: [T] int64.
-        cap: soft cap of the logits.
+        cap: soft cap of the logits, or None.
         temperature: divides the logits, above 0.
 
     Returns:

@@ -67,7 +67,7 @@ def score(
             rows,
             model.lm_head.weight,
             batch.targets,
-            model.config.final_logit_softcapping,
+            model.cap,
             temperature or 1.0,
         )
         return Scores(logprobs, entropy, note.stacked() if note is not None else None)
