@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from nybble.analysis.compare import compare
+from nybble.analysis.compare_report import markdown
 from nybble.analysis.fit import PowerLaw, equivalent_cost, fit_power_law, interval, jackknife
 from nybble.analysis.summary import RunSummary
 
@@ -92,6 +93,15 @@ def test_a_diverged_run_is_a_result_and_leaves_the_others_alone():
     nothing = compare([run for run in whole if run.recipe == "bf16"] + [fallen], "bf16", range(3))[1]
     assert nothing.loss is None
     assert nothing.token_cost is None
+
+
+def test_a_recipe_without_any_run_is_in_the_table_too():
+    planned = [("tiny", "bf16"), ("tiny", "four"), ("tiny", "five")]
+    five = compare(runs(0.05, range(3)), "bf16", range(3), planned)[2]
+    assert (five.recipe, five.missing, five.gap_percent, five.token_cost) == ("five", (0, 1, 2), None, None)
+    text = markdown([five], "bf16", range(3), [])
+    assert "| `five` | 0 | \u2013 |" in text
+    assert "no pair of runs for seed 0, 1, 2" in text
 
 
 def test_one_size_has_no_cost_over_sizes_and_one_length_none_in_tokens():

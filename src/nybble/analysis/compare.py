@@ -1,6 +1,6 @@
 """What recipes cost against a baseline: gaps between runs of the same seed, in loss, tokens and compute."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from nybble.analysis.fit import Interval, PowerLaw, equivalent_cost, fit_power_law, interval, jackknife
@@ -34,11 +34,16 @@ class Result:
     """(seed, where and when)."""
 
 
-def compare(runs: Sequence[RunSummary], baseline: str, seeds: Iterable[int]) -> list[Result]:
-    """A result for each size and recipe of the runs, in their order."""
+def compare(
+    runs: Sequence[RunSummary],
+    baseline: str,
+    seeds: Iterable[int],
+    planned: Iterable[tuple[str, str]] | None = None,
+) -> list[Result]:
+    """A result for each (preset, recipe) of `planned`, also where no run is done; None takes the runs'."""
     wanted = tuple(seeds)
     whole = {(run.preset, run.recipe, run.seed): run for run in runs if run.share == 1}
-    pairs = dict.fromkeys((preset, recipe) for preset, recipe, _ in whole)
+    pairs = dict.fromkeys(((p, r) for p, r, _ in whole) if planned is None else planned)
     return [_result(preset, recipe, whole, list(runs), baseline, wanted) for preset, recipe in pairs]
 
 
@@ -67,9 +72,12 @@ def _result(
             if theirs is not None:
                 by_domain.setdefault(name, []).append(100 * (value - theirs) / theirs)
 
-    def cost(points: Points, x: float) -> Interval | None:
+    def cost(points: Points, at: Callable[[RunSummary], float]) -> Interval | None:
         """More x in per cent for the mean gap, along the mean of the baseline's points of the same seeds."""
         known = [seed for seed in gaps if seed in points]
+        if not known:
+            return None
+        x = at(ours[known[0]])
 
         def of(some: Sequence[int]) -> float | None:
             law = mean_law([points[seed] for seed in some])
@@ -77,9 +85,8 @@ def _result(
             share = None if law is None else equivalent_cost(law, x, gap)
             return None if share is None else 100 * share
 
-        return jackknife(known, of) if known else None
+        return jackknife(known, of)
 
-    x = next(iter(ours.values()))
     answered = [100 * run.accuracy for run in ours.values() if run.accuracy is not None]
     is_base = recipe == baseline
     return Result(
@@ -87,8 +94,8 @@ def _result(
         recipe=recipe,
         loss=interval(list(ended.values())),
         gap_percent=None if is_base else interval(relative),
-        token_cost=None if is_base else cost(token_points(runs, preset, baseline), x.tokens),
-        compute_cost=None if is_base else cost(compute_points(runs, baseline), x.tokens * x.flops_per_token),
+        token_cost=None if is_base else cost(token_points(runs, preset, baseline), lambda run: run.tokens),
+        compute_cost=None if is_base else cost(compute_points(runs, baseline), lambda run: run.flops),
         accuracy=interval(answered),
         domains={} if is_base else {n: found for n, v in by_domain.items() if (found := interval(v))},
         missing=tuple(seed for seed in seeds if seed not in gaps),
@@ -105,7 +112,7 @@ def token_points(runs: Sequence[RunSummary], preset: str, baseline: str) -> Poin
 def compute_points(runs: Sequence[RunSummary], baseline: str) -> Points:
     """The baseline's final losses against compute, of its whole runs at all sizes."""
     chosen = [run for run in runs if run.recipe == baseline and run.share == 1]
-    return _complete([(run.seed, run.tokens * run.flops_per_token, run.val_loss) for run in chosen])
+    return _complete([(run.seed, run.flops, run.val_loss) for run in chosen])
 
 
 def _complete(found: Sequence[tuple[int, float, float | None]]) -> Points:

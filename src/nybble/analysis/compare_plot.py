@@ -16,6 +16,7 @@ COLOURS = ("#1f2937", "#4c78a8", "#d1495b", "#2a9d8f", "#e9a03b", "#7b5ea7", "#8
 def plot_comparison(runs: Sequence[RunSummary], results: Sequence[Result], baseline: str, path: Path) -> None:
     """Draws a row for each size; the picture's kind follows from the suffix of `path`."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import EngFormatter
 
     presets = list(dict.fromkeys(result.preset for result in results))
     recipes = list(dict.fromkeys(result.recipe for result in results))
@@ -27,6 +28,7 @@ def plot_comparison(runs: Sequence[RunSummary], results: Sequence[Result], basel
             mine = [r for r in runs if (r.preset, r.recipe, r.share) == (preset, recipe, 1)]
             _draw_curves(left, [r.curve for r in mine], recipe, colour[recipe])
         _frame(left, f"{preset}: validation loss", "tokens", "loss, nats a token")
+        left.xaxis.set_major_formatter(EngFormatter(sep=" "))
         if left.lines:
             left.legend(frameon=False, fontsize=8)
         others = [r for r in results if r.preset == preset and r.recipe != baseline]

@@ -67,9 +67,11 @@ def _remarks(results: Sequence[Result], seeds: Sequence[int]) -> list[str]:
         lines += [f"- {place}, seed {seed} diverged: {reason}" for seed, reason in result.diverged]
         lost = [seed for seed in result.missing if seed not in dict(result.diverged)]
         if lost:
+            left = len(seeds) - len(result.missing)
+            rest = f"its intervals are of {left} instead of {len(seeds)} seeds, and wider for it"
             lines.append(
-                f"- {place}: no pair of runs for seed {', '.join(map(str, lost))}; its intervals are of "
-                f"{len(seeds) - len(result.missing)} instead of {len(seeds)} seeds, and wider for it"
+                f"- {place}: no pair of runs for seed {', '.join(map(str, lost))}; "
+                + (rest if left else "there is nothing to compare")
             )
     return lines
 

@@ -35,6 +35,11 @@ class RunSummary:
     diverged: str = ""
     """Step and place where a NaN or an infinity came up first."""
 
+    @property
+    def flops(self) -> float:
+        """Of the whole run."""
+        return self.tokens * self.flops_per_token
+
     def to_json(self) -> str:
         """One line."""
         return json.dumps(asdict(self))

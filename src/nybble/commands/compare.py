@@ -118,7 +118,8 @@ def write_report(config: CompareConfig, tasks: list[Task]) -> str:
     if not runs:
         raise ConfigError(f"out: no run is done in {config.out}; leave out --report-only to make some")
     baseline, seeds = tasks[0].label, range(config.seeds)
-    results = compare(runs, baseline, seeds)
+    planned = dict.fromkeys((task.config.preset, task.label) for task in tasks)
+    results = compare(runs, baseline, seeds, planned)
     report = markdown(results, baseline, seeds, _about(config, tasks, runs))
     config.out.mkdir(parents=True, exist_ok=True)
     (config.out / "report.md").write_text(report, encoding="utf-8")
