@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nybble.kernels.blackwell import Coded, product, product_of_groups, product_of_rows
+from nybble.kernels.cpu.threads import each
 
 
 def matmul(a: Any, b: Any, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -57,13 +58,13 @@ def _grouped_rows(a: Tensor, w: Tensor, offs: Tensor, transpose: bool) -> Tensor
     if a.device.type == "cuda" and a.dtype == torch.bfloat16:
         out = F.grouped_mm(a, w, offs=offs)
         return out.masked_fill_(torch.arange(a.shape[0], device=a.device)[:, None] >= offs[-1], 0)
-    out = a.new_empty(a.shape[0], w.shape[-1])
-    start = 0
-    for e, end in enumerate(offs.tolist()):
-        if end > start:
-            torch.mm(a[start:end], w[e], out=out[start:end])
-        start = end
-    out[start:].zero_()
+    out, parts = a.new_empty(a.shape[0], w.shape[-1]), _parts(offs)
+
+    def expert(e: int) -> None:
+        torch.mm(a[parts[e]], w[e], out=out[parts[e]])
+
+    each(expert, [part.stop - part.start for part in parts])
+    out[parts[-1].stop :].zero_()
     return out
 
 
@@ -73,15 +74,19 @@ def _grouped_columns(a: Tensor, b: Tensor, offs: Tensor, dtype: torch.dtype) -> 
     expert."""
     if a.device.type == "cuda" and a.dtype == torch.bfloat16:
         return F.grouped_mm(a.t(), b, offs=offs).to(dtype)
-    out = a.new_empty(offs.shape[0], a.shape[1], b.shape[1])
-    start = 0
-    for e, end in enumerate(offs.tolist()):
-        if end > start:
-            torch.mm(a[start:end].t(), b[start:end], out=out[e])
-        else:
-            out[e].zero_()
-        start = end
+    out, parts = a.new_empty(offs.shape[0], a.shape[1], b.shape[1]), _parts(offs)
+
+    def expert(e: int) -> None:
+        torch.mm(a[parts[e]].t(), b[parts[e]], out=out[e])  # no rows give zeros
+
+    each(expert, [part.stop - part.start for part in parts])
     return out.to(dtype) if out.dtype != dtype else out
+
+
+def _parts(offs: Tensor) -> list[slice]:
+    """The rows of each expert."""
+    ends = offs.tolist()
+    return [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
 
 
 @_grouped_rows.register_fake

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nybble.kernels.cpu.threads import each
 from nybble.models.norms import by_hand
 
 
@@ -55,15 +56,16 @@ class _ExpertsByHand(torch.autograd.Function):
     ) -> Tensor:
         T, k = weights.shape
         H, width = down.shape[1], first.shape[1]
-        rows = x.index_select(0, order // k)
-        h = x.new_empty(len(order), width)
-        y = x.new_empty(len(order), H)
+        token = order // k
+        h, y = x.new_empty(len(order), width), x.new_empty(len(order), H)
         spans = _spans(ends)
-        for e, part in spans:
-            torch.mm(rows[part], first[e].T, out=h[part])
-        y_act = act.forward(h)
-        for e, part in spans:
-            torch.mm(y_act[part], down[e].T, out=y[part])
+
+        def expert(i: int) -> None:
+            e, part = spans[i]
+            torch.mm(x.index_select(0, token[part]), first[e].T, out=h[part])
+            torch.mm(act.forward(h[part]), down[e].T, out=y[part])
+
+        each(expert, [part.stop - part.start for _, part in spans])
         ctx.save_for_backward(x, weights, first, down, order, place, ends, h)
         ctx.act = act
         y = y.index_select(0, place).view(T, k, H)
@@ -76,21 +78,21 @@ class _ExpertsByHand(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         x, weights, first, down, order, place, ends, h = ctx.saved_tensors
         T, k = weights.shape
-        width = down.shape[2]
-        token = order // k
-        rows, dy = x.index_select(0, token), dout.index_select(0, token)
-        w = weights.reshape(-1)[order]
+        token, w = order // k, weights.reshape(-1)[order]
         dfirst, ddown = torch.empty_like(first), torch.empty_like(down)
-        dact = h.new_empty(len(order), width)
+        drows, dw = x.new_empty(len(order), x.shape[1]), torch.empty_like(w)
         spans = _spans(ends)
-        for e, part in spans:
-            torch.mm(dy[part], down[e], out=dact[part])  # of the output before its routing weight
-        dh, y_act, dw = ctx.act.backward(h, dact, w)
-        drows = torch.empty_like(rows)
-        for e, part in spans:
-            torch.mm(dy[part].T, y_act[part], out=ddown[e])
-            torch.mm(dh[part].T, rows[part], out=dfirst[e])
-            torch.mm(dh[part], first[e], out=drows[part])
+
+        def expert(i: int) -> None:
+            e, part = spans[i]
+            rows, dy = x.index_select(0, token[part]), dout.index_select(0, token[part])
+            dact = torch.mm(dy, down[e])  # of the output before its routing weight
+            dh, y_act, dw[part] = ctx.act.backward(h[part], dact, w[part])
+            torch.mm(dy.T, y_act, out=ddown[e])
+            torch.mm(dh.T, rows, out=dfirst[e])
+            torch.mm(dh, first[e], out=drows[part])
+
+        each(expert, [part.stop - part.start for _, part in spans])
         for e in {*range(len(ends))} - {e for e, _ in spans}:
             dfirst[e], ddown[e] = 0.0, 0.0
         dx = drows.index_select(0, place).view(T, k, x.shape[1]).sum(1)

@@ -6,6 +6,7 @@ operator, waiting for the next: our thread would start late, and the caller do a
 
 import ctypes
 import os
+import threading
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 
 _Body = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 _forked = False
+_member = threading.local()
 
 
 def _note_fork() -> None:
@@ -48,15 +50,23 @@ def available() -> bool:
     return not _forked and _parallel() is not None
 
 
+def working() -> bool:
+    """Whether the caller is already one of a team: what it calls is its own share."""
+    return getattr(_member, "working", False)
+
+
 def run(work: Callable[[], None], threads: int) -> None:
-    """Call `work` once from each of up to `threads` threads, the caller's among them; raise what one raised."""
+    """Call `work` from each of up to `threads` threads, the caller's among them; raise what one raised."""
     raised: list[BaseException] = []
 
     def body(_: int | None) -> None:
+        _member.working = True
         try:
             work()
         except BaseException as error:  # a C caller cannot pass it on
             raised.append(error)
+        finally:
+            _member.working = False
 
     parallel = _parallel()
     assert parallel is not None, "available() says whether there is a team"

@@ -2,7 +2,7 @@
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -15,6 +15,9 @@ MIN_ELEMENTS_PER_THREAD = 1 << 15
 
 # Large calls are dealt out in pieces of about this size, so that a slow thread takes fewer.
 ELEMENTS_PER_PIECE = 1 << 17
+
+# An item of more than this share of what a thread should have leaves the others waiting.
+UNEVEN = 1.25
 
 _lock = threading.Lock()
 _pool: ThreadPoolExecutor | None = None
@@ -48,7 +51,7 @@ def split(function: Callable[..., Any], items: int, elements: int, *arguments: A
     part, and takes all where the others are late: nothing waits for a thread that has not begun.
     """
     threads = min(torch.get_num_threads(), items, max(1, elements // MIN_ELEMENTS_PER_THREAD))
-    if threads <= 1:
+    if threads <= 1 or team.working():
         if items:
             function(0, items, *arguments)
         return
@@ -70,3 +73,25 @@ def split(function: Callable[..., Any], items: int, elements: int, *arguments: A
         for helper in helpers:
             if not helper.cancel():
                 helper.result()
+
+
+def each(work: Callable[[int], None], sizes: Sequence[int]) -> None:
+    """Call `work(i)` for every item, spread over torch's threads; torch's operators may be called in it.
+
+    Each item's operators then run on one thread, and threads need not meet after every operator. Where one
+    of the `sizes` outweighs the rest, or torch's threads cannot be borrowed, items follow one another, each
+    on all threads. Gradients are not recorded.
+    """
+    threads = min(torch.get_num_threads(), len(sizes))
+    uneven = threads > 1 and max(sizes) * threads > UNEVEN * sum(sizes)
+    left = iter(range(len(sizes)))
+
+    def share() -> None:
+        with torch.no_grad():  # a thread has its own switch
+            for i in left:
+                work(i)
+
+    if threads > 1 and not uneven and team.available() and not team.working():
+        team.run(share, threads)
+    else:
+        share()
