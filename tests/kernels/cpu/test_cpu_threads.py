@@ -3,6 +3,7 @@
 import multiprocessing
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
@@ -59,6 +60,44 @@ def test_failure_in_a_thread_reaches_the_caller(monkeypatch: pytest.MonkeyPatch)
 
     with pytest.raises(MemoryError, match="no scratch"):
         threads.split(fail, 9, 1 << 30)
+
+
+def test_without_a_team_a_pool_covers_each_item(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where torch's threads cannot be borrowed."""
+    monkeypatch.setattr(threads.team, "available", lambda: False)
+    test_split_covers_each_item_once(monkeypatch)
+    test_failure_in_a_thread_reaches_the_caller(monkeypatch)
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="torch's threads are found on Linux only")
+def test_work_runs_on_the_threads_of_torch() -> None:
+    assert threads.team.available()
+    seen: set[int] = set()
+    together = threading.Barrier(2, timeout=60)  # breaks unless two threads work at once
+
+    def work() -> None:
+        together.wait()
+        seen.add(threading.get_ident())
+
+    threads.team.run(work, 2)
+    assert len(seen) == 2
+
+
+@pytest.mark.parametrize("sizes", [[], [3], [5, 5, 5, 5], [1, 90, 1], [0, 0, 4, 4]])
+def test_each_calls_every_item_once_without_recording_gradients(sizes: list[int]) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    weight, seen = torch.ones(3, 3, requires_grad=True), []
+
+    def work(i: int) -> None:
+        assert not torch.mm(weight, weight).requires_grad
+        seen.append(i)
+
+    try:
+        threads.each(work, sizes)
+    finally:
+        torch.set_num_threads(before)
+    assert sorted(seen) == list(range(len(sizes)))
 
 
 @pytest.mark.usefixtures("many_threads")
