@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
+from nybble import together
 from nybble.pretrain import metrics
 from nybble.pretrain.session import Session
 from nybble.pretrain.sinks import scalars
 from nybble.pretrain.stop import StopRequest
-from nybble.rl import ranks
 from nybble.rl.collect import Collector, step_file
 from nybble.rl.config import RLConfig
 from nybble.rl.policy import Policy
@@ -69,20 +69,21 @@ def train(run: Run, stop: StopRequest) -> list[dict[str, Any]]:
         row["elapsed_s"] = round(session.elapsed_s, 3)
         row["tokens_per_s"] = round(row["sampled_tokens"] / seconds, 1)
         row["memory_gib"] = round(session.peak_memory() / 2**30, 3)
-        if ranks.rank() == 0:
+        if together.is_main():
             session.metrics.write(row)
-            for sink in session.sinks:
-                sink.write(session.step, scalars(row))
-            if last or step == first or "eval_reward" in row or _due(session.step, config.log.log_every):
-                pace_s = timed_s / (step - first) if step > first else seconds
-                print(step_line(row, steps, eta_s=pace_s * (steps - session.step)), flush=True)
-            if not config.sample_only and (
-                last or stop.signum or _due(session.step, config.checkpoint.save_every)
-            ):
-                session.save()
+        for sink in session.sinks:
+            sink.write(session.step, scalars(row))
+        if last or step == first or "eval_reward" in row or _due(session.step, config.log.log_every):
+            pace_s = timed_s / (step - first) if step > first else seconds
+            print(step_line(row, steps, eta_s=pace_s * (steps - session.step)), flush=True)
+        # A signal reaches the ranks at different times: all stop where it has reached any.
+        stop.signum = together.largest(stop.signum, session.device)
+        due = last or stop.signum or _due(session.step, config.checkpoint.save_every)
+        if due and not config.sample_only:
+            session.save()
         if stop.signum:
             break
-    return metrics.read(session.run.metrics)
+    return together.on_main(lambda: metrics.read(session.run.metrics))
 
 
 def gather_rollouts(run: Run, step: int) -> tuple[list[Rollout], int]:
@@ -90,13 +91,14 @@ def gather_rollouts(run: Run, step: int) -> tuple[list[Rollout], int]:
     config = run.config
     if run.given is not None:
         count = config.sampling.prompts
-        mine = run.given[step * count : (step + 1) * count][ranks.rank() :: ranks.world()]
+        mine = run.given[step * count : (step + 1) * count][together.rank() :: together.world()]
         return [rollout for group in mine for rollout in group], run.position.problem
     run.problems.skipped = 0
     posed, following = run.problems.take(run.position.problem, config.sampling.prompts)
     run.collector.engine.refresh(step * config.loss.updates)
-    path = step_file(run.session.run.path, step, ranks.rank())
-    return run.collector.collect(posed[ranks.rank() :: ranks.world()], step, path), following
+    share = posed[together.rank() :: together.world()]
+    path = step_file(run.session.run.path, step, together.rank())
+    return together.all_or_none(lambda: run.collector.collect(share, step, path)), following
 
 
 def train_step(run: Run, rollouts: Sequence[Rollout], step: int, stop: StopRequest) -> bool:
@@ -110,9 +112,10 @@ def train_step(run: Run, rollouts: Sequence[Rollout], step: int, stop: StopReque
         part = every[len(every) * u // updates : len(every) * (u + 1) // updates]
         run.updater.update(part, step, step * updates + u, position.totals, position.old)
         position.update += 1
+        stop.signum = together.largest(stop.signum, run.session.device)
         if stop.signum and position.update < updates:
-            if ranks.rank() == 0:
-                run.session.save()
+            position.join()
+            run.session.save()
             return False
     return True
 
@@ -122,9 +125,9 @@ def finish_step(run: Run, rollouts: Sequence[Rollout], step: int, next_problem: 
     position = run.position
     totals = Totals.of(position.totals.state())
     everything: list[Rollout] = []
-    for rank, (theirs, sums) in enumerate(ranks.gather((list(rollouts), position.totals.state()))):
+    for rank, (theirs, sums) in enumerate(together.gather((list(rollouts), position.totals.state()))):
         everything += theirs
-        if rank != ranks.rank():
+        if rank != together.rank():
             totals.add(Totals.of(sums))
     row: dict[str, Any] = {
         "step": step + 1,
@@ -135,9 +138,8 @@ def finish_step(run: Run, rollouts: Sequence[Rollout], step: int, next_problem: 
     position.evaluated = {}
     if not run.config.sample_only:
         row |= {"lr": run.session.optimiser.lr, **totals.row()}
-        if ranks.rank() == 0:
-            for warning in totals.mismatch.warnings(run.config.watch):
-                print(f"warning: step {step + 1}: {warning}", flush=True)
+        for warning in totals.mismatch.warnings(run.config.watch):
+            print(f"warning: step {step + 1}: {warning}", flush=True)
     position.problem, position.update, position.old, position.totals = next_problem, 0, None, Totals()
     run.session.step = step + 1
     return row
@@ -149,13 +151,15 @@ def evaluate(run: Run, step: int) -> dict[str, float]:
     if config.evaluation.eval_every == 0 or run.given is not None:
         return {}
     posed, _ = run.held_out.take(0, config.evaluation.eval_problems)
+    posed = posed[together.rank() :: together.world()]
     params = SamplingParams(max_new_tokens=config.sampling.max_new_tokens, temperature=0.0)
     run.collector.engine.refresh(step * config.loss.updates)
     rewards: list[float] = []
     for start in range(0, len(posed), config.sampling.rows):
         part = posed[start : start + config.sampling.rows]
         rewards += [r.reward or 0.0 for r in run.collector.sample(part, step, 1, params)]
-    return {"eval_reward": fmean(rewards)}
+    everyone = [reward for rewards in together.gather(rewards) for reward in rewards]
+    return {"eval_reward": fmean(everyone)} if everyone else {}
 
 
 def _due(step: int, every: int) -> bool:

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from nybble import together
 from nybble.rl.update import Old, Totals
 
 
@@ -36,6 +37,15 @@ class Position:
             "old": self.old if self.update else None,
         }
 
+    def join(self) -> None:
+        """Brings what the ranks know of the step in progress to the first, which saves it for all."""
+        for rank, (totals, old) in enumerate(together.gather((self.totals.state(), self.old))):
+            if rank != together.rank():
+                self.totals.add(Totals.of(totals))
+                self.old = None if self.old is None or old is None else self.old | old
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.problem, self.update, self.old = state["problem"], state["update"], state["old"]
         self.totals, self.evaluated = Totals.of(state["totals"]), state["evaluated"]
+        if not together.is_main():  # the first rank has the sums of all
+            self.totals = Totals()

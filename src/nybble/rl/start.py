@@ -11,11 +11,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from nybble import together
 from nybble.analysis.rl_plots import plot_rl
 from nybble.checkpoints.export import ExportConfig, export
 from nybble.checkpoints.hub import TrainedModel, load_model, save_model
 from nybble.checkpoints.identity import digest
 from nybble.errors import ConfigError, DataError
+from nybble.parallel.launch import check_agreement, joined, named_loss, rank_device
+from nybble.parallel.watch import Watch
 from nybble.pretrain import metrics
 from nybble.pretrain.configfile import dump, flatten
 from nybble.pretrain.device import numerics_status, pick_device
@@ -48,14 +51,25 @@ def reinforce(config: RLConfig, *, resume: bool = False, overwrite: bool = False
         raise ConfigError(
             "model: name a run (such as one of nybble sft), a checkpoint or a folder with a model"
         )
-    device = pick_device(config.device)
+    device = rank_device(pick_device(config.device))
     if config.threads:
         torch.set_num_threads(config.threads)
+    limits = config.session_config().parallel
+    watch = Watch()
+    with (
+        joined(device, watch, slow_s=limits.slow_exchange, timeout_s=limits.exchange_limit),
+        named_loss(watch),
+    ):
+        return _reinforce(config, device, resume=resume, overwrite=overwrite)
+
+
+def _reinforce(config: RLConfig, device: torch.device, *, resume: bool, overwrite: bool) -> int:
     task = find_task(config.task)
     trained = load_model(config.model, config.recipe, device)
     policy = make_policy(config, trained)
     longest = longest_prompt(config, trained)
     given = None if config.rollouts is None else read_groups(config.rollouts, trained)
+    check_agreement({"settings": digest(flatten(config))[:12], "recipe": trained.recipe.hash()})
     if given is not None:
         steps = min(config.schedule.steps, len(given) // config.sampling.prompts)
         if steps == 0:
@@ -95,7 +109,7 @@ def reinforce(config: RLConfig, *, resume: bool = False, overwrite: bool = False
         if config.loss.kl > 0:
             updater.keep_reference()
         start = session.restore() if resume else None
-        _drop_rollouts(folder.path, session.step)
+        together.on_main(lambda: _drop_rollouts(folder.path, session.step))
         run = Run(
             config=config,
             session=session,
@@ -108,13 +122,14 @@ def reinforce(config: RLConfig, *, resume: bool = False, overwrite: bool = False
             given=given,
         )
         folder.write("config.toml", dump(dataclasses.replace(config, out=folder.path)))
-        folder.write("env.json", environment(device, numerics_status(device)))
+        folder.write("env.json", environment(device, numerics_status(device), together.world()))
         folder.write("precision.txt", policy.report.table())
         _introduce(run, trained, start, numerics_status(device))
-        session.sinks += open_sinks(config.log, folder.path, flatten(config), session.step)
+        if together.is_main():
+            session.sinks += open_sinks(config.log, folder.path, flatten(config), session.step)
         with StopRequest() as stop:
             rows = train(run, stop)
-        return _conclude(run, rows, stop)
+        return together.on_main(lambda: _conclude(run, rows, stop))
     finally:
         session.close()
 
@@ -161,6 +176,8 @@ def _engine(config: RLConfig, policy: Policy, trained: TrainedModel) -> Engine:
     stop = frozenset({trained.tokenizer.eot_id})
     if config.engine.engine == "own":
         return OwnEngine(policy, stop)
+    if together.active():
+        raise ConfigError("engine: with a server one process trains; leave out torchrun")
 
     def write_weights(folder: Path) -> None:
         whole = folder.with_name("whole")

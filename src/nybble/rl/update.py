@@ -9,14 +9,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 
+from nybble import together
 from nybble.errors import NonFiniteError
 from nybble.models import Inkling2ForCausalLM
 from nybble.pretrain.guard import locate
 from nybble.pretrain.schedule import lr_factor
 from nybble.pretrain.session import Session
-from nybble.rl import ranks
 from nybble.rl.batching import MicroBatch, micro_batches
 from nybble.rl.config import RLConfig
 from nybble.rl.forward import score
@@ -113,6 +114,16 @@ def weigh(groups: Sequence[Sequence[Rollout]], kind: str) -> list[Weighted]:
     return out
 
 
+def _add_gradients(model: nn.Module) -> None:
+    """Adds the gradients of all ranks; a parameter without one on this rank counts as zeros."""
+    if not together.active():
+        return
+    for p in model.parameters():
+        if p.requires_grad:
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+            dist.all_reduce(p.grad)
+
+
 class Updater:
     """Makes updates: log-probabilities, loss, gradient, optimiser."""
 
@@ -158,20 +169,19 @@ class Updater:
         every = self.config.loss.kl > 0
         batches = self._batches([w for w in weighted if every or w.advantage != 0.0])
         silent = self._batches([w for w in weighted if not every and w.advantage == 0.0])
-        denominator = ranks.total(float(self._weight(weighted)))
-        idle = ranks.total(float(len(batches))) == 0.0
+        denominator, count = together.total([self._weight(weighted), len(batches)], self.session.device)
         totals.updates += 1
         for micro, batch in enumerate(silent, start=len(batches)):
             self._measure(batch, number, micro, totals, compare=old is None)
-        if idle or denominator == 0.0:
+        if count == 0 or denominator == 0:
             totals.idle += 1
             return
         optimiser = self.session.optimiser
         self.session.model.train()
         loss = self._backward(batches, old, number, denominator, totals)
-        ranks.reduce_gradients(self.session.model)
+        _add_gradients(self.session.model)
         norm = optimiser.clip_gradients()
-        value = ranks.total(loss)
+        (value,) = together.total([loss], self.session.device)
         if not (math.isfinite(value) and math.isfinite(float(norm))):
             optimiser.zero_grad()
             place = locate(
