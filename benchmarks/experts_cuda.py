@@ -28,7 +28,14 @@ class Config:
     hidden: int = 2048
     width: int = 2048
     experts: int = 16
-    recipes: tuple[str, ...] = ("bf16", "mxfp8", "inkling", "inkling:activations")
+    recipes: tuple[str, ...] = (
+        "bf16",
+        "mxfp8",
+        "inkling",
+        "inkling:activations",
+        "hopper",
+        "hopper:activations",
+    )
     micro: tuple[int, ...] = (1, 4)
     rounds: int = 10
 
@@ -80,14 +87,15 @@ def main(config: Config) -> None:
     print("| layer | micro | ms | to grouped_mm | peak GiB |\n|---|---|---|---|---|")
     for micro in config.micro:
         base = 0.0
-        for name in ("grouped_mm", *config.recipes):
+        for name in ("grouped_mm", "grouped_mm, compiled", *config.recipes):
             model = nn.Sequential(FusedExperts(config))
-            if name != "grouped_mm":
+            quantised = not name.startswith("grouped_mm")
+            if quantised:
                 nybble.convert(model, experts_only(name))
+            elif name != "grouped_mm":
+                model[0].compile()
 
-            def step(
-                model: nn.Sequential = model, micro: int = micro, quantised: bool = name != "grouped_mm"
-            ) -> None:
+            def step(model: nn.Sequential = model, micro: int = micro, quantised: bool = quantised) -> None:
                 for i in range(micro):
                     if quantised:
                         set_step(model, 0, i)

@@ -24,6 +24,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "quantize": ("nybble.commands.quantize", "write a model of any origin in four bits, and its error"),
     "recipes": ("nybble.commands.recipes", "list the recipes, or show one"),
     "compare": ("nybble.commands.compare", "train recipes side by side and say what each one costs"),
+    "bench": ("nybble.commands.bench", "time the kernels of this device against its ceilings"),
     "inspect": ("nybble.commands.inspect", "show what a recipe does to a model, without training"),
 }
 """Verb -> module with `main(arguments) -> status`, and its line of help."""

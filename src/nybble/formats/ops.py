@@ -154,7 +154,7 @@ def _groups(offs: Tensor | None) -> int | None:
     return None if offs is None else offs.shape[0]
 
 
-def _empty_quantized(
+def empty_quantized(
     like: Tensor, fmt: Format, shape: Sequence[int], axis: int, outer: str, offs: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     groups = _groups(offs)
@@ -180,7 +180,7 @@ def _(
     offs: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     fmt = checks.check_quantize(x, format, axis, rounding, outer, key, layer, operand, rows, offs)
-    return _empty_quantized(x, fmt, x.shape, axis, outer, offs)
+    return empty_quantized(x, fmt, x.shape, axis, outer, offs)
 
 
 @dequantize.register_fake
@@ -215,7 +215,7 @@ def _(
     offs: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     fmt = checks.check_quantize(x, format, axis, rounding, outer, key, layer, operand, rows, offs)
-    return x.new_empty(x.shape, dtype=dtype), _empty_quantized(x, fmt, x.shape, axis, outer, offs)[2]
+    return x.new_empty(x.shape, dtype=dtype), empty_quantized(x, fmt, x.shape, axis, outer, offs)[2]
 
 
 @requantize.register_fake
@@ -240,7 +240,7 @@ def _(
     checks.check_layout(shape, format, axis, outer, offs)
     fmt = checks.check_layout(shape, to_format, to_axis, to_outer, offs)
     checks.check_rounding(fmt, rounding, key, layer, operand, rows, shape)
-    return _empty_quantized(codes, fmt, shape, to_axis, to_outer, offs)
+    return empty_quantized(codes, fmt, shape, to_axis, to_outer, offs)
 
 
 @fake_requantize.register_fake
@@ -267,4 +267,4 @@ def _(
     fmt = checks.check_layout(shape, to_format, to_axis, to_outer, offs)
     checks.check_rounding(fmt, rounding, key, layer, operand, rows, shape)
     values = codes.new_empty(list(shape), dtype=dtype)
-    return values, _empty_quantized(codes, fmt, shape, to_axis, to_outer, offs)[2]
+    return values, empty_quantized(codes, fmt, shape, to_axis, to_outer, offs)[2]

@@ -19,6 +19,10 @@ class Activation:
     def __init__(self, module: nn.Module) -> None:
         self.function, self.known = _find(module)
         self.act: Any = module.act_fn
+        self.caps = _caps(self.act) if hasattr(module, "gate_up_proj") else None
+        """Caps of a SwiGLU: (0, 0) for the plain one; None for other activations."""
+        if self.known is silu_backward:
+            self.caps = (0.0, 0.0)
         # Our own soft-capped SwiGLU has a kernel for CPUs, derivative included.
         self.fused = hasattr(self.act, "gate_cap")
 

@@ -8,7 +8,7 @@ Rows of one expert are one group: blocks along T never span two experts.
 """
 
 import copyreg
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from nybble.formats import Operand as Role
 from nybble.layers import gemm, kept
 from nybble.layers.activation import Activation
+from nybble.layers.fused_experts import FusedExperts, Plan, fits
 from nybble.layers.linear import planned
 from nybble.layers.operand import Codes, Values, cast, compute_dtype, ends_of, outer, product
 from nybble.layers.routing import Route, combine, route
@@ -25,21 +26,6 @@ from nybble.recipes import Operand
 
 DOWN = 8
 """Added to the operand numbers of the down product, so that its draws are not those of the up product."""
-
-
-class Plan(NamedTuple):
-    """What a pass needs besides tensors."""
-
-    up: Weight
-    down: Weight
-    activation: Activation
-    k: int
-    keep_x: bool
-    keep_h: bool
-    keep_gate_up: bool
-    """False: it is not needed, or computed again in the backward pass."""
-    arrived: Codes | None
-    """Codes of x as the operand of fprop, where x came as those."""
 
 
 class Exchange(Protocol):
@@ -119,7 +105,8 @@ class Experts(nn.Module):
         )
         order, ends, _ = route(top_k_index, up.shape[0])
         key, weight_key = self.step_state.keys(x.device)
-        y: Tensor = _Experts.apply(x, top_k_weights, up, down, order, ends, rows, key, weight_key, plan)
+        passes = FusedExperts if fits(x, plan, up.shape[0]) else _Experts
+        y: Tensor = passes.apply(x, top_k_weights, up, down, order, ends, rows, key, weight_key, plan)
         return y
 
     def _planned(self, weight: Tensor, which: int) -> Weight:

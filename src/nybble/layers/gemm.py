@@ -2,7 +2,7 @@
 
 Grouped products take rows sorted by expert and `offs`, the cumulative end of each expert's rows. They are
 custom ops, so that a compiled graph does not look into the loop over experts; rows at or beyond offs[-1] give
-zeros.
+zeros where they are not said to hold anything.
 """
 
 from typing import Any
@@ -11,8 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nybble.kernels import hopper
 from nybble.kernels.blackwell import Coded, product, product_of_groups, product_of_rows
 from nybble.kernels.cpu.threads import each
+from nybble.kernels.expert_rows import zero_behind
+from nybble.kernels.fused import direct
 
 
 def matmul(a: Any, b: Any, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -37,26 +40,41 @@ def scaled(y: Tensor, scale: Tensor | None) -> Tensor:
     return y.float().mul_(scale.unsqueeze(-1) if scale.dim() == 1 else scale)
 
 
-def grouped_rows(a: Any, w: Any, offs: Tensor, transpose: bool) -> Tensor:
+def grouped_rows(a: Any, w: Any, offs: Tensor, transpose: bool, clear: bool = True) -> Tensor:
     """The op below, or the native product of codes."""
-    return product_of_rows(a, w, offs) if isinstance(a, Coded) else _grouped_rows(a, w, offs, transpose)
+    if isinstance(a, Coded):
+        return product_of_rows(a, w, offs)
+    if isinstance(a, hopper.RowScaled):
+        out = hopper.product_of_rows(a, w, offs)
+        return zero_behind(out, offs) if clear else out
+    if direct(a) and a.dtype == torch.bfloat16 and not clear:
+        return F.grouped_mm(a, w.transpose(-2, -1) if transpose else w, offs=offs)
+    return _grouped_rows(a, w, offs, transpose, clear)
 
 
 def grouped_columns(a: Any, b: Any, offs: Tensor, dtype: torch.dtype) -> Tensor:
     """The op below, or the native product of codes."""
-    return product_of_groups(a, b).to(dtype) if isinstance(a, Coded) else _grouped_columns(a, b, offs, dtype)
+    if isinstance(a, Coded):
+        return product_of_groups(a, b).to(dtype)
+    if isinstance(a, hopper.RowScaled):
+        return hopper.product_of_groups(a, b).to(dtype)
+    if direct(a) and a.dtype == torch.bfloat16:
+        return F.grouped_mm(a.t(), b, offs=offs).to(dtype)
+    return _grouped_columns(a, b, offs, dtype)
 
 
 @torch.library.custom_op("nybble::grouped_rows", mutates_args=())
-def _grouped_rows(a: Tensor, w: Tensor, offs: Tensor, transpose: bool) -> Tensor:
+def _grouped_rows(a: Tensor, w: Tensor, offs: Tensor, transpose: bool, clear: bool) -> Tensor:
     """Each expert's rows of a [R, C] times its own matrix.
 
     w is [E, N, C] with `transpose` (a @ w[e].T, fprop) and [E, C, N] without (a @ w[e], dgrad). Returns [R,
-    N].
+    N]; without `clear` rows at or beyond offs[-1] may hold anything.
     """
     w = w.transpose(-2, -1) if transpose else w
     if a.device.type == "cuda" and a.dtype == torch.bfloat16:
         out = F.grouped_mm(a, w, offs=offs)
+        if not clear:
+            return out
         return out.masked_fill_(torch.arange(a.shape[0], device=a.device)[:, None] >= offs[-1], 0)
     out, parts = a.new_empty(a.shape[0], w.shape[-1]), _parts(offs)
 
@@ -90,7 +108,7 @@ def _parts(offs: Tensor) -> list[slice]:
 
 
 @_grouped_rows.register_fake
-def _(a, w, offs, transpose):  # type: ignore[no-untyped-def]  # the op's own
+def _(a, w, offs, transpose, _clear):  # type: ignore[no-untyped-def]  # the op's own
     assert offs.dim() == 1
     return a.new_empty(a.shape[0], w.shape[-2] if transpose else w.shape[-1])
 

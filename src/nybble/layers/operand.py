@@ -13,9 +13,11 @@ from torch import Tensor
 
 import nybble.kernels  # noqa: F401  (registers the fast implementations of the ops)
 from nybble import formats
-from nybble.formats import hadamard
+from nybble.formats import e4m3, grouped, hadamard
 from nybble.formats import outer as outer_scale
-from nybble.kernels import blackwell
+from nybble.kernels import blackwell, fused, hopper
+from nybble.kernels.expert_rows import fp8_ends
+from nybble.kernels.hopper import FP8
 from nybble.recipes import Operand
 
 
@@ -32,7 +34,7 @@ class Values(NamedTuple):
     """Values for a GEMM, and the outer amax [R], [E], [1], [] or [0] whose scale goes into its epilogue."""
 
     values: Any
-    """A tensor, or `blackwell.Coded` where the GEMM multiplies codes."""
+    """A tensor, or `blackwell.Coded` or `hopper.RowScaled` where the GEMM multiplies codes."""
     amax: Tensor
 
 
@@ -58,13 +60,15 @@ def compute_dtype(
     device: torch.device, a: Operand, b: Operand, grouped: str | None = None, groups: int = 0
 ) -> torch.dtype:
     """In which dtype a GEMM of these operands is computed: NATIVE where the device multiplies their codes,
-    else BF16 on GPUs, FP32 on CPUs (no fast BF16 there).
+    FP8 where those of fp8-row, else BF16 on GPUs, FP32 on CPUs (no fast BF16 there).
 
     `grouped` says whether `groups` of tokens lie along the "rows" of a product or along its contraction
     ("columns").
     """
     if blackwell.chosen(device, a.format, b.format, grouped, groups):
         return NATIVE
+    if hopper.chosen(device, a.format, b.format, grouped):
+        return FP8
     full = device.type == "cpu" or "fp32" in (a.format, b.format)
     return torch.float32 if full else torch.bfloat16
 
@@ -104,6 +108,28 @@ def encode(x: Tensor, spec: Operand, axis: int, draw: Draw, offs: Tensor | None 
     return _encode(x, spec, axis, draw, offs)
 
 
+def _by_columns(spec: Operand, axis: int, offs: Tensor | None) -> bool:
+    """fp8-row along the tokens of groups, which has ops of its own."""
+    return offs is not None and axis == -2 and spec.format == hopper.FORMAT
+
+
+def _columns(codes: Tensor, scales: Tensor, offs: Tensor, rows: int, dtype: torch.dtype) -> Values:
+    """Values of what `nybble::fp8_columns` gave of `rows` rows."""
+    none = codes.new_empty(0, dtype=torch.float32)
+    ends = fp8_ends(offs)
+    if dtype == FP8:
+        return Values(hopper.row_scaled(codes, scales, ends), none)
+    starts = torch.cat([ends.new_zeros(1), ends])[:-1]
+    group = grouped.group_of_rows(offs, rows)
+    inside = group < offs.shape[0]
+    group = group.clamp(max=offs.shape[0] - 1)
+    first = torch.cat([offs.new_zeros(1), offs])[:-1]
+    column = torch.arange(rows, device=offs.device) - first[group] + starts[group]
+    column = torch.where(inside, column, 0)
+    values = e4m3.decode(codes.t().index_select(0, column)) * scales[group]
+    return Values(torch.where(inside[:, None], values, 0).to(dtype), none)
+
+
 def _encode(x: Tensor, spec: Operand, axis: int, draw: Draw, offs: Tensor | None) -> Codes:
     if spec.format in _PLAIN:
         none = x.new_empty(0, dtype=torch.float32)
@@ -126,6 +152,8 @@ def decode(
         return codes.codes.to(dtype)
     if dtype == NATIVE:
         return blackwell.coded(codes.codes, codes.scales, spec.format, tuple(shape), axis)
+    if dtype == FP8:
+        return hopper.row_scaled(codes.codes, codes.scales)
     out: Tensor = torch.ops.nybble.dequantize(
         *codes, spec.format, axis, shape, dtype, spec.outer, apply_outer
     )
@@ -143,6 +171,13 @@ def cast(
         codes = _encode(x, spec, axis, draw, offs)
         operand = blackwell.coded(codes.codes, codes.scales, spec.format, tuple(x.shape), axis, offs)
         return Values(operand, codes.amax)
+    if _by_columns(spec, axis, offs):
+        assert offs is not None
+        stored, scales = fused.fp8_columns(x, spec.rounding, *_draw(spec, draw), offs)
+        return _columns(stored, scales, offs, x.shape[0], dtype)
+    if dtype == FP8:
+        codes = _encode(x, spec, axis, draw, offs)
+        return Values(hopper.row_scaled(codes.codes, codes.scales), codes.amax)
     return Values(
         *torch.ops.nybble.fake_quantize(
             x, spec.format, dtype, axis, spec.rounding, spec.outer, *_draw(spec, draw), offs
@@ -174,6 +209,16 @@ def recast(
             to.rounding, to.outer, *_draw(to, draw), offs,
         )  # fmt: skip
         return Values(blackwell.coded(new, scales, to.format, tuple(shape), to_axis, offs), amax)
+    if _by_columns(to, to_axis, offs):
+        return cast(
+            decode(codes, spec, axis, shape, torch.float32, apply_outer=True), to, to_axis, dtype, draw, offs
+        )
+    if dtype == FP8:
+        new, scales, amax = torch.ops.nybble.requantize(
+            *codes, spec.format, axis, spec.outer, shape, to.format, to_axis,
+            to.rounding, to.outer, *_draw(to, draw), offs,
+        )  # fmt: skip
+        return Values(hopper.row_scaled(new, scales), amax)
     return Values(
         *torch.ops.nybble.fake_requantize(
             *codes, spec.format, axis, spec.outer, shape, to.format, to_axis, dtype,

@@ -8,6 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+MANY = 255
+"""Experts whose indices, and one beyond, fit a byte."""
+
 
 class Route(NamedTuple):
     """Which pair each row is."""
@@ -47,7 +50,12 @@ class Route(NamedTuple):
 
 def route(experts: Tensor, count: int) -> Route:
     """Sort the pairs of `experts` [T, k], indices into `count` experts, stably; larger indices go last."""
-    ordered, order = torch.sort(experts.reshape(-1), stable=True)
+    flat = experts.reshape(-1)
+    if flat.device.type == "cuda" and count <= MANY:
+        # A GPU sorts bit by bit: eight of them instead of 64.
+        flat = flat.clamp(max=count).to(torch.uint8)
+    ordered, order = torch.sort(flat, stable=True)
+    ordered = ordered.to(torch.int32)
     each = torch.arange(count, device=ordered.device, dtype=ordered.dtype)
     ends = torch.searchsorted(ordered, each, right=True)
     return Route(order.to(torch.int32), ends.to(torch.int32), experts.shape[-1])

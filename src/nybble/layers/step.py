@@ -54,11 +54,16 @@ class StepState:
         if micro == 0 or (seed, step) != (self.seed, self.step):
             self.generation += 1
             self.fresh = False
+        before = (self.seed, self.step, self.micro)
         self.seed, self.step, self.micro = seed, step, micro
         self.managed = True
         for key, weight_key in self._keys.values():
-            key.copy_(torch.tensor([seed, step, micro, 0]))
-            weight_key.copy_(torch.tensor([seed, step, 0, 0]))
+            # Filling waits for nothing; a copy from the host's memory would wait for the GPU.
+            for i, (old, new) in enumerate(zip(before, (seed, step, micro), strict=True)):
+                if new != old:
+                    key[i].fill_(new)
+                    if i < 2:
+                        weight_key[i].fill_(new)
 
     def __deepcopy__(self, memo: dict[int, object]) -> "StepState":
         copy = StepState(self.seed)

@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from nybble import formats
 from nybble.formats import Operand as Role
-from nybble.layers.operand import NATIVE, Codes, Draw, Values, cast, decode, encode, recast, shape_of
+from nybble.layers.operand import FP8, NATIVE, Codes, Draw, Values, cast, decode, encode, recast, shape_of
 from nybble.recipes import GemmTable
 
 VALUES_LIMIT = {"cpu": 64 << 20, "cuda": 512 << 20}
@@ -108,7 +108,7 @@ class Weight(NamedTuple):
             return Values(values.turned() if dtype == NATIVE else values, amax)
         if self.cache is None:
             return self._compute(name, weight, key, dtype)
-        slot = f"{name} native" if dtype == NATIVE else name
+        slot = f"{name} {dtype}" if dtype in (NATIVE, FP8) else name
         hit = self.cache.kept.get(slot) if self.tag is None else self.cache.get(slot, self.tag)
         if isinstance(hit, Codes):
             return self._decode(name, hit, weight, dtype)
@@ -124,9 +124,28 @@ class Weight(NamedTuple):
             codes = self._codes(name, weight, key)
             self.cache.kept[slot] = codes
             return self._decode(name, codes, weight, dtype)
-        values = self._compute(name, weight, key, dtype)
+        values = self._compute_sharing(name, weight, key, dtype, self.cache.kept)
         self.cache.kept[slot] = values
         return values
+
+    def _compute_sharing(
+        self, name: str, weight: Tensor, key: Tensor, dtype: torch.dtype, kept: dict[str, Codes | Values]
+    ) -> Values:
+        """`_compute`, with the codes of fprop handed on to dgrad, which saves two reads of the weight on a
+        GPU."""
+        gemms = self.spec.gemms
+        forward = gemms.dgrad.w.source == "forward" and gemms.fprop.w.quantised and gemms.dgrad.w.quantised
+        if weight.device.type != "cuda" or not forward:
+            return self._compute(name, weight, key, dtype)
+        if name == "fprop":
+            codes = self._codes(name, weight, key)
+            kept["forward codes"] = codes
+            return self._decode(name, codes, weight, dtype)
+        handed = kept.pop("forward codes", None)
+        if not isinstance(handed, Codes):
+            return self._compute(name, weight, key, dtype)
+        draw = self._draw(Role.DGRAD_W, key)
+        return recast(handed, gemms.fprop.w, -1, weight.shape, gemms.dgrad.w, -2, dtype, draw)
 
     def _compute(self, name: str, weight: Tensor, key: Tensor, dtype: torch.dtype) -> Values:
         weight = weight.detach()

@@ -4,14 +4,16 @@ A script, because TRITON_INTERPRET must be set before anything imports triton.
 """
 
 import sys
+from typing import Any
 
+import expert_cases
 import torch
 from cuda_cases import KEY, Call, hostile, requantized, same, stochastic
 
 from nybble import formats
 from nybble.formats import reference
-from nybble.kernels import messages
-from nybble.kernels.cuda import front, launch_both, launch_messages
+from nybble.kernels import expert_rows, messages
+from nybble.kernels.cuda import experts_front, front, launch_both, launch_messages
 
 ROWS = torch.tensor([5, 1000, 0, 77, 2, 3, 4])
 OFFS = torch.tensor([0, 3, 3, 6], dtype=torch.int32)
@@ -97,12 +99,25 @@ def messages_differ() -> dict[str, list[bool]]:
     return wrong
 
 
+def expert_rows_differ() -> dict[int, Any]:
+    out = {}
+    for i, (op, args) in enumerate(expert_cases.calls()):
+        want = expert_cases.results(expert_rows, op, args)
+        if bad := expert_cases.wrong(expert_cases.results(experts_front, op, args), want, op):
+            out[i] = (op, bad)
+    return out
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     group = sys.argv[1]
     if group == "messages":
         print(messages_differ())
         sys.exit(bool(messages_differ()))
+    if group == "experts":
+        different = expert_rows_differ()
+        print(different)
+        sys.exit(bool(different))
     wrong = {i: bad for i, c in enumerate(calls(group)) if (bad := c.wrong(front, "cpu"))}
     if group == "codes" and both_differ():
         wrong[-1] = both_differ()

@@ -1,6 +1,8 @@
 """The ops on NVIDIA GPUs: Triton kernels, imported and compiled when an op first runs on a CUDA tensor."""
 
+import importlib
 import importlib.util
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -8,7 +10,7 @@ import torch
 from nybble.formats import ops, reference
 from nybble.formats.hadamard import transform
 from nybble.formats.table import Format
-from nybble.kernels import dispatch
+from nybble.kernels import dispatch, expert_rows, fused
 from nybble.kernels.cuda import launch_both
 
 
@@ -24,11 +26,12 @@ def _can_run(fmt: Format) -> str | None:
     return reasons.device(torch.device("cuda")) if torch.cuda.is_available() else "there is no CUDA device"
 
 
-def _implement(name: str) -> None:
-    plain = getattr(reference, name)
+def _served(specification: Any, front: str, name: str) -> Callable[..., Any]:
+    """The function `name` of the module `front`, where it serves, else the specification."""
+    plain = getattr(specification, name)
 
     def run(*arguments: Any, **named: Any) -> Any:
-        from nybble.kernels.cuda import front, reasons
+        from nybble.kernels.cuda import reasons
 
         first = arguments[0] if arguments else next(iter(named.values()))
         if dispatch.forced() or reasons.device(first.device) is not None:
@@ -36,10 +39,13 @@ def _implement(name: str) -> None:
         if (reason := reasons.rounding((*arguments, *named.values()))) is not None:
             dispatch.say_once(reason)
             return plain(*arguments, **named)
+        served = getattr(importlib.import_module(f"nybble.kernels.cuda.{front}"), name)
+        if first.device.index == torch.cuda.current_device():
+            return served(*arguments, **named)
         with torch.cuda.device(first.device):
-            return getattr(front, name)(*arguments, **named)
+            return served(*arguments, **named)
 
-    getattr(ops, name).register_kernel("cuda")(run)
+    return run
 
 
 def _hadamard(*arguments: Any, **named: Any) -> torch.Tensor:
@@ -62,6 +68,8 @@ def register() -> None:
         return
     dispatch.provide("cuda", _can_run)
     for name in ("quantize", "dequantize", "fake_quantize", "requantize", "fake_requantize"):
-        _implement(name)
+        getattr(ops, name).register_kernel("cuda")(_served(reference, "front", name))
+    for name in fused.NAMES:
+        getattr(fused, name).register_kernel("cuda", _served(expert_rows, "experts_front", name))
     ops.hadamard.register_kernel("cuda")(_hadamard)
     launch_both.fake_quantize_both.register_kernel("cuda")(_both)

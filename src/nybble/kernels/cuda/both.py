@@ -9,9 +9,9 @@ from nybble.kernels.cuda import scales as rule
 from nybble.kernels.cuda.columns import column_words, over_lanes, to_lanes
 from nybble.kernels.cuda.draws import draw_words, load_key
 from nybble.kernels.cuda.elements import e4m3_values
-from nybble.kernels.cuda.registers import magnitude, magnitude_bits, store_values
+from nybble.kernels.cuda.registers import load_raw, magnitude, magnitude_bits, store_values, times
 from nybble.kernels.cuda.rows import e4m3_words
-from nybble.kernels.cuda.sources import load_source, tile_maxima
+from nybble.kernels.cuda.sources import tile_maxima
 
 
 @triton.jit(do_not_specialize=["tokens", "blocks", "tag_rows", "tag_columns"])
@@ -23,6 +23,8 @@ def fake_quantize_both(
     rows_ptr,
     start_ptr,
     count_ptr,
+    index_ptr,  # int32 [T]: row of x that each row is, if HAS_INDEX
+    factor_ptr,  # FP32 [T]: what the form along the tokens is multiplied by first, if HAS_FACTOR
     row_stride,
     columns,
     tokens,
@@ -34,6 +36,8 @@ def fake_quantize_both(
     SOURCE: tl.constexpr,
     OUT_BF16: tl.constexpr,
     HAS_ROWS: tl.constexpr,
+    HAS_INDEX: tl.constexpr,
+    HAS_FACTOR: tl.constexpr,
     GROUPED: tl.constexpr,
     W: tl.constexpr,
     ASM: tl.constexpr,
@@ -60,24 +64,10 @@ def fake_quantize_both(
     draws = ()
     for i in tl.static_range(8):
         mask = inside & (first + i < count)
-        raw, _, _ = load_source(
-            x_ptr,
-            None,
-            None,
-            None,
-            row * row_stride + column,
-            i,
-            row_stride,
-            row,
-            columns,
-            column,
-            mask,
-            SOURCE,
-            False,
-            1,
-            ASM,
-        )
-        raws = raws + (raw,)
+        at = row + i
+        if HAS_INDEX:
+            at = tl.load(index_ptr + at, mask=mask, other=0).to(tl.int64)
+        raws = raws + (load_raw(x_ptr, at * row_stride + column, mask, BF16),)
         zeros = zeros + (0.0,)
 
     for i in tl.static_range(8):
@@ -104,6 +94,12 @@ def fake_quantize_both(
             v = v + (q[j] * scale,)
         store_values(along_rows_ptr, (row + i) * columns + column, v, mask, OUT_BF16, ASM)
 
+    if HAS_FACTOR:
+        scaled = ()
+        for i in tl.static_range(8):
+            factor = tl.load(factor_ptr + row + i, mask=inside & (first + i < count), other=0.0)
+            scaled = scaled + (times(raws[i], factor, BF16, ASM),)
+        raws = scaled
     maxima = tile_maxima(raws, zeros, zeros, SOURCE, ASM)
     muls = ()
     scales = ()

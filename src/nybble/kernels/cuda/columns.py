@@ -62,6 +62,7 @@ def quantize_columns(
     start_ptr,  # of each block, if GROUPED: its first row,
     count_ptr,  # its rows, -1 for padding,
     group_ptr,  # and its group
+    index_ptr,  # int32 [T]: row of the codes that each token is, if HAS_INDEX
     row_stride,
     lead_stride,
     columns,  # of x and of the outputs, a multiple of 8
@@ -73,6 +74,7 @@ def quantize_columns(
     ELEMENT_MAX: tl.constexpr,
     SCALE: tl.constexpr,
     BLOCK: tl.constexpr,
+    WHOLE: tl.constexpr,  # a block is a whole column (of its group), its amax bits are read, BLOCK is a tile
     OUTER: tl.constexpr,  # 0: none, 1: one a feature, 2: one a leading index, 3: one a group, 4: one
     OUTER_MAX: tl.constexpr,
     STOCHASTIC: tl.constexpr,
@@ -82,6 +84,7 @@ def quantize_columns(
     SCALE_ROWS: tl.constexpr,
     OUT_BF16: tl.constexpr,
     HAS_ROWS: tl.constexpr,
+    HAS_INDEX: tl.constexpr,
     GROUPED: tl.constexpr,
     ALIGNED: tl.constexpr,
     W: tl.constexpr,  # warps, one block of tokens each
@@ -120,6 +123,7 @@ def quantize_columns(
             source_codes_ptr,
             source_scales_ptr,
             sdec_ptr,
+            index_ptr,
             at,
             i,
             row_stride,
@@ -130,13 +134,15 @@ def quantize_columns(
             SOURCE,
             SDEC_ROWS,
             SCALE_ROWS,
+            HAS_INDEX,
             ASM,
         )
         raws = raws + (raw,)
         sfs = sfs + (sf,)
         sdecs = sdecs + (s_dec,)
 
-    maxima = tile_maxima(raws, sfs, sdecs, SOURCE, ASM)
+    if not WHOLE:
+        maxima = tile_maxima(raws, sfs, sdecs, SOURCE, ASM)
     wk = (tl.program_id(0) * K + tl.arange(0, K))[None, :] * 8
     wb = (tl.program_id(1) * W + tl.arange(0, W))[:, None]
     muls = ()
@@ -144,8 +150,19 @@ def quantize_columns(
     scales = ()
     stored = ()
     for j in tl.static_range(8):
-        m = over_lanes(maxima[j], W, LANES, K)
+        if WHOLE:
+            which = lead + (wk + wb) * 0
+            if GROUPED:
+                which = lead * 0 + tl.load(group_ptr + wb + wk * 0, mask=wb < blocks, other=0)
+            m = tl.load(
+                amax_ptr + which * columns + (wk + j), mask=(wk + j < columns) & (wb < blocks), other=0
+            )
+            m = m.to(tl.uint32, bitcast=True)
+        else:
+            m = over_lanes(maxima[j], W, LANES, K)
         bad = m >= rule.INFINITE
+        if WHOLE and GROUPED:
+            bad = bad & (tl.load(count_ptr + wb + wk * 0, mask=wb < blocks, other=-1) >= 0)
         if SCALE == rule.E4M3:
             which = lead + (wk + wb) * 0
             if OUTER == 1:
@@ -175,7 +192,7 @@ def quantize_columns(
         bads = bads + (to_lanes(bad.to(tl.int32), W, LANES, K) != 0,)
         scales = scales + (to_lanes(scale, W, LANES, K),)
 
-    if not VALUES:
+    if not VALUES and not WHOLE:
         out = tl.reshape(tl.permute(join8(stored), (1, 2, 0)), (K * 8, W))
         c = tl.program_id(0) * (K * 8) + tl.arange(0, K * 8)[:, None]
         b = tl.program_id(1) * W + tl.arange(0, W)[None, :]

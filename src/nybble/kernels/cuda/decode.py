@@ -49,6 +49,7 @@ def decode_rows(
     scales_ptr,
     sdec_ptr,
     values_ptr,
+    index_ptr,  # int32 [R]: row of the codes that each row of values is, if HAS_INDEX
     words,  # of eight elements, in a row
     block_words,  # of a block along the row
     scale_columns,
@@ -56,13 +57,17 @@ def decode_rows(
     SCALE: tl.constexpr,
     SCALE_ROWS: tl.constexpr,
     SDEC: tl.constexpr,  # 0: none, 1: one, 2: one a row
+    HAS_INDEX: tl.constexpr,
     OUT_BF16: tl.constexpr,
     ROW_AXIS: tl.constexpr,
     N: tl.constexpr,
     ASM: tl.constexpr,
 ):
     """Rows of codes [R, 8 * words] to values."""
-    row = tl.program_id(ROW_AXIS).to(tl.int64)
+    to_row = tl.program_id(ROW_AXIS).to(tl.int64)
+    row = to_row
+    if HAS_INDEX:
+        row = tl.load(index_ptr + to_row).to(tl.int64)
     w = (tl.program_id(1 - ROW_AXIS) * N + tl.arange(0, N)).to(tl.int64)
     mask = w < words
     at = (row // SCALE_ROWS) * scale_columns + w // block_words
@@ -81,7 +86,7 @@ def decode_rows(
     v = ()
     for j in tl.static_range(8):
         v = v + ((q[j] * scale) * s_dec if SDEC > 0 else q[j] * scale,)
-    store_values(values_ptr, (row * words + w) * 8, v, mask, OUT_BF16, ASM)
+    store_values(values_ptr, (to_row * words + w) * 8, v, mask, OUT_BF16, ASM)
 
 
 @triton.jit(do_not_specialize=["groups"])

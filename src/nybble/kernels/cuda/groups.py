@@ -23,6 +23,7 @@ def block_table(
     group_ptr,
     blocks,
     groups,
+    LEAST: tl.constexpr,  # blocks of a group
     BLOCK: tl.constexpr,
     N: tl.constexpr,
     G: tl.constexpr,
@@ -32,7 +33,7 @@ def block_table(
     g = tl.arange(0, G)
     end = tl.load(offs_ptr + g, mask=g < groups, other=0)
     begin = tl.load(offs_ptr + g - 1, mask=(g > 0) & (g < groups), other=0)
-    count = tl.where(g < groups, (end - begin + BLOCK - 1) // BLOCK, 0)
+    count = tl.where(g < groups, tl.maximum((end - begin + BLOCK - 1) // BLOCK, LEAST), 0)
     last = tl.cumsum(count, axis=0)  # one past each group's last block
     # Exactly one group has first <= b < last, or none.
     mine = (last[None, :] > b[:, None]) & ((last - count)[None, :] <= b[:, None])

@@ -1,10 +1,15 @@
 """`nybble::fake_quantize_both`: a gradient quantised along both axes, in one read where a kernel can."""
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
 from nybble.formats import checks, ops
-from nybble.formats.table import get
+from nybble.formats.table import Format, get
+
+if TYPE_CHECKING:
+    from nybble.kernels.cuda.launch_rows import Draw
 
 OP = "nybble::fake_quantize_both"
 
@@ -104,40 +109,80 @@ def launch(
     checks.check_quantize(x, format, -2, rounding, "tensor", key, layer, operand_columns, rows, offs)
     if reason(x, format, dtype, offs) is not None:
         return twice(x, format, dtype, rounding, key, layer, operand_rows, operand_columns, rows, offs)
+    return launch_rows_and_columns(
+        x.detach(), fmt, dtype, _draw(rounding, key, layer, operand_rows, rows), operand_columns, offs
+    )
+
+
+def _draw(rounding: str, key: Tensor | None, layer: int, operand: int, rows: Tensor | None) -> "Draw":
+    from nybble.kernels.cuda.jit import whole_key
+    from nybble.kernels.cuda.launch_rows import Draw
+
+    if rounding == "nearest" or key is None:
+        return Draw()
+    rows = None if rows is None else rows.to(torch.int64).contiguous()
+    return Draw(key=whole_key(key), layer=layer, operand=operand, rows=rows)
+
+
+def launch_rows_and_columns(
+    x: Tensor,
+    fmt: Format,
+    dtype: torch.dtype,
+    draw: "Draw",
+    operand_columns: int,
+    offs: Tensor | None,
+    index: Tensor | None = None,
+    factor: Tensor | None = None,
+    clear_tail: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """Values of rows along -1 and along -2, of a shape that `reason` does not refuse.
+
+    Args:
+        x: [T, C]; with `index` (int32 [R]) row r of the results comes from row index[r].
+        draw: of the form along the features; the other one draws as `operand_columns`.
+        factor: FP32 [R], what rows are multiplied by (and rounded to the dtype of x) in the form along the
+            tokens alone.
+        clear_tail: rows of no group are zero; else they may hold anything.
+    """
     from nybble.kernels.cuda import both as kernel
     from nybble.kernels.cuda import launch_columns as by_columns
-    from nybble.kernels.cuda.jit import cdiv, use_asm, whole_key
+    from nybble.kernels.cuda.jit import cdiv, use_asm
     from nybble.kernels.cuda.launch_rows import SCALES
 
-    source = by_columns.as_source(x.detach())
+    source = by_columns.as_source(x)
     assert source.x is not None
     _, tokens, width = source.shape
+    tokens = tokens if index is None else index.shape[0]
     blocks = cdiv(tokens, 32) if offs is None else tokens // 32 + offs.shape[0]
     table = None if offs is None else by_columns.block_table(offs, blocks, 32)
     first, second = (torch.empty(tokens, width, dtype=dtype, device=x.device) for _ in range(2))
-    bf16, stochastic, warps = dtype == torch.bfloat16, rounding == "stochastic", by_columns.WARPS
-    if offs is not None:
+    bf16, warps = dtype == torch.bfloat16, by_columns.WARPS
+    if offs is not None and clear_tail:
         by_columns.zero_tail(first, offs)
         by_columns.zero_tail(second, offs)
     kernel.fake_quantize_both[(cdiv(width, 64), cdiv(blocks, warps))](
         source.pointer,
         first.view(torch.int32) if bf16 else first,
         second.view(torch.int32) if bf16 else second,
-        None if key is None else whole_key(key),
-        None if rows is None else rows.to(torch.int64).contiguous(),
+        draw.key,
+        draw.rows,
         None if table is None else table.start,
         None if table is None else table.count,
+        index,
+        factor,
         source.x.stride(1),
         width,
         tokens,
         blocks,
-        (layer << 8) | operand_rows,
-        (layer << 8) | operand_columns,
+        draw.tag,
+        (draw.layer << 8) | operand_columns,
         SCALE=SCALES[fmt.scale or "", fmt.scale_rule],
-        STOCHASTIC=stochastic,
+        STOCHASTIC=draw.stochastic,
         SOURCE=source.kind,
         OUT_BF16=bf16,
-        HAS_ROWS=rows is not None and stochastic,
+        HAS_ROWS=draw.rows is not None,
+        HAS_INDEX=index is not None,
+        HAS_FACTOR=factor is not None,
         GROUPED=offs is not None,
         W=warps,
         ASM=use_asm(x.device),

@@ -7,14 +7,17 @@ from torch import Tensor
 
 from nybble.formats import blocks
 from nybble.formats.table import Format
+from nybble.kernels.cuda import column_amax, sources
 from nybble.kernels.cuda import columns as column_kernel
 from nybble.kernels.cuda import decode as decode_kernel
 from nybble.kernels.cuda import groups as group_kernel
-from nybble.kernels.cuda import sources
 from nybble.kernels.cuda.jit import cdiv, use_asm
 from nybble.kernels.cuda.launch_rows import GRID_LIMIT, SCALES, Draw, pow2
 
 WARPS = 4
+TILE = 32
+"""Tokens of a tile of whole columns, and what their groups begin at a multiple of."""
+AMAX_LOOPS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +34,8 @@ class Source:
     """FP32, one, or one for each of the lead * T rows."""
     scale_rows: int = 1
     """Rows that share a block scale."""
+    index: Tensor | None = None
+    """int32 [T]: the row of the codes that each token is; its own where None."""
 
     @property
     def device(self) -> torch.device:
@@ -82,12 +87,12 @@ class Table:
     group: Tensor
 
 
-def block_table(offs: Tensor, count: int, block: int) -> Table:
-    """The table of `count` padded blocks of groups that end at `offs`."""
+def block_table(offs: Tensor, count: int, block: int, least: int = 0) -> Table:
+    """The table of `count` padded blocks of groups that end at `offs`, each of `least` blocks or more."""
     start, rows, group = (torch.empty(count, dtype=torch.int32, device=offs.device) for _ in range(3))
     n, g = 128, offs.shape[0]
     group_kernel.block_table[(cdiv(count, n),)](
-        offs, start, rows, group, count, g, BLOCK=block, N=n, G=pow2(g)
+        offs, start, rows, group, count, g, LEAST=least, BLOCK=block, N=n, G=pow2(g)
     )
     return Table(start=start, count=rows, group=group)
 
@@ -102,28 +107,37 @@ def quantize_columns(
     draw: Draw,
     *,
     dtype: torch.dtype | None = None,
+    clear_tail: bool = True,
     warps: int = WARPS,
 ) -> tuple[Tensor, ...]:
     """Quantise along tokens: codes [lead, C', P] and scales [lead, C', blocks], or values [lead, T, C'].
 
+    Where a block is a whole column, scales are [lead, C'], or [G, C'] of groups, which have one tile of TILE
+    tokens or more.
+
     Args:
         columns: C of the logical tensor, by which draws are counted; the results have C' = C of the source.
         outer: the kernel's OUTER; `amax` is read.
+        clear_tail: rows of no group are zero; else they may hold anything.
     """
     lead, tokens, width = source.shape
-    assert fmt.block_cols is not None
-    block = fmt.block_cols
-    count = cdiv(tokens, block) if offs is None else blocks.capacity(fmt, tokens, offs.shape[0]) // block
+    whole = fmt.block_cols is None
+    block = fmt.block_cols or TILE
+    count = cdiv(tokens, block) if offs is None else tokens // block + offs.shape[0]
     device = source.device
+    table = None if offs is None else block_table(offs, count, block, int(whole))
     codes = scales = values = None
     if dtype is None:
         per_row = count * block // (2 if fmt.packed else 1)
         codes = torch.empty(lead, width, per_row, dtype=torch.uint8, device=device)
-        scales = torch.empty(lead, width, count, dtype=blocks.scale_dtype(fmt), device=device)
+        if not whole:
+            scales = torch.empty(lead, width, count, dtype=blocks.scale_dtype(fmt), device=device)
     else:
         values = torch.empty(lead, tokens, width, dtype=dtype, device=device)
-    table = None if offs is None else block_table(offs, count, block)
-    if values is not None and offs is not None:
+    if whole:
+        amax, whole_scales = measure_columns(source, table, offs, warps)
+        scales = whole_scales if dtype is None else None
+    if values is not None and offs is not None and clear_tail:
         zero_tail(values, offs)
     per_warp = 32 // (block // 8) * 8
     s_dec = source.s_dec
@@ -143,6 +157,7 @@ def quantize_columns(
             None if table is None else table.start,
             None if table is None else table.count,
             None if table is None else table.group,
+            source.index,
             0 if source.x is None else source.x.stride(1),
             0 if source.x is None else source.x.stride(0),
             width,
@@ -154,6 +169,7 @@ def quantize_columns(
             ELEMENT_MAX=fmt.element_max,
             SCALE=SCALES[fmt.scale or "", fmt.scale_rule],
             BLOCK=block,
+            WHOLE=whole,
             OUTER=outer,
             OUTER_MAX=fmt.outer_max or 0.0,
             STOCHASTIC=draw.stochastic,
@@ -163,6 +179,7 @@ def quantize_columns(
             SCALE_ROWS=source.scale_rows,
             OUT_BF16=out_bf16,
             HAS_ROWS=draw.rows is not None,
+            HAS_INDEX=source.index is not None,
             GROUPED=offs is not None,
             ALIGNED=columns % 8 == 0,
             W=warps,
@@ -178,6 +195,49 @@ def quantize_columns(
     assert codes is not None
     assert scales is not None
     return codes, scales
+
+
+def measure_columns(
+    source: Source, table: Table | None, offs: Tensor | None, warps: int
+) -> tuple[Tensor, Tensor]:
+    """(int32 bits of the amax, FP32 scale) of whole columns: [lead, C], or [G, C] of groups."""
+    lead, tokens, width = source.shape
+    groups = lead if offs is None else offs.shape[0]
+    amax = torch.zeros(groups, width, dtype=torch.int32, device=source.device)
+    scales = torch.empty(groups, width, dtype=torch.float32, device=source.device)
+    count = cdiv(tokens, TILE) if offs is None else tokens // TILE + groups
+    per_warp = 32 // (TILE // 8) * 8
+    if count and width:
+        column_amax.column_amax[(cdiv(width, per_warp), cdiv(count, warps * AMAX_LOOPS), lead)](
+            source.pointer,
+            None if source.codes is None else source.codes.view(torch.int32),
+            source.scales,
+            source.s_dec,
+            amax,
+            None if table is None else table.start,
+            None if table is None else table.count,
+            None if table is None else table.group,
+            source.index,
+            0 if source.x is None else source.x.stride(1),
+            0 if source.x is None else source.x.stride(0),
+            width,
+            tokens,
+            count,
+            SOURCE=source.kind,
+            SDEC_ROWS=source.s_dec is not None and source.s_dec.numel() != 1,
+            SCALE_ROWS=source.scale_rows,
+            HAS_INDEX=source.index is not None,
+            GROUPED=offs is not None,
+            LOOPS=AMAX_LOOPS,
+            W=warps,
+            ASM=use_asm(source.device),
+            num_warps=warps,
+            enable_fp_fusion=False,
+        )
+    column_amax.column_scales[(cdiv(amax.numel(), 256),)](
+        amax, scales, amax.numel(), N=256, ASM=use_asm(source.device)
+    )
+    return amax, scales
 
 
 def zero_tail(values: Tensor, offs: Tensor) -> None:

@@ -57,6 +57,17 @@ class Rows:
         return self.x.view(torch.int32) if self.bf16 else self.x
 
 
+@dataclass(frozen=True, kw_only=True)
+class Gated:
+    """How gate and up become what is quantised."""
+
+    gate_cap: float
+    """Caps of the soft-capped SwiGLU; 0 for the plain one."""
+    up_cap: float
+    factor: Tensor | None
+    """FP32 [R], what each row of gate and up is multiplied by before it is rounded to BF16."""
+
+
 def unit_of(fmt: Format) -> int:
     """Elements that a thread takes: 8 are a dense access, a whole block saves its scale's arithmetic."""
     return 16 if fmt.scale == "e4m3" else 8
@@ -148,18 +159,23 @@ def quantize_rows(
     scales: Tensor | None = None,
     values: Tensor | None = None,
     strides: tuple[int, int] | None = None,
+    gated: Gated | None = None,
+    place: Tensor | None = None,
     tile: tuple[int, int, int] | None = None,
     unit: int | None = None,
 ) -> None:
-    """Quantise rows along their columns into `codes` and `scales`, or into `values` [R, padded C].
+    """Quantise rows along their columns into `codes` and `scales`, into `values` [R, padded C], or into both.
 
     Args:
+        gated: x holds gate and up beside each other, and their SwiGLU is what is quantised.
+        place: int32 [R * k], the k rows of `values` that each row goes to.
         outer: OUTER_NONE, OUTER_ROW (amax [R] is written) or OUTER_GIVEN (it is read, at `group` or the row).
         strides: of a row of codes, in units, and of a row of scales; None where rows are dense.
         tile: (units of a tile, warps, tiles a program), to override what is chosen.
         unit: elements that a thread takes at a time, likewise.
     """
     count, width = x.x.shape
+    width //= 2 if gated else 1
     unit = unit or unit_of(fmt)
     units = width // unit
     block_units = 0 if fmt.block_cols is None else fmt.block_cols // unit
@@ -181,14 +197,22 @@ def quantize_rows(
         draw.rows,
         offs,
         group,
+        None if gated is None else gated.factor,
+        place,
         x.x.stride(0),
-        x.columns,
+        x.columns if gated is None else width,
         0 if values is None else values.stride(0),
         code_stride,
         scale_stride,
         units,
         0 if offs is None else offs.shape[0],
         draw.tag,
+        GATE_CAP=0.0 if gated is None else gated.gate_cap,
+        UP_CAP=0.0 if gated is None else gated.up_cap,
+        GATED=gated is not None,
+        HAS_FACTOR=gated is not None and gated.factor is not None,
+        CODES=codes is not None,
+        COPIES=0 if place is None else place.numel() // count,
         E2M1=fmt.packed,
         ELEMENT_MAX=fmt.element_max,
         SCALE=SCALES[fmt.scale or "", fmt.scale_rule],
@@ -203,7 +227,7 @@ def quantize_rows(
         HAS_ROWS=draw.rows is not None,
         HAS_OFFS=offs is not None,
         HAS_GROUP=group is not None,
-        ALIGNED=x.columns % 8 == 0,
+        ALIGNED=(x.columns if gated is None else width) % 8 == 0,
         ROW_AXIS=axis,
         LOOPS=loops,
         N=n,

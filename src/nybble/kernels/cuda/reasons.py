@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from nybble.formats.table import Format
-from nybble.kernels.cuda.launch_columns import too_many
+from nybble.kernels.cuda.launch_columns import TILE, too_many
 
 
 @cache
@@ -52,9 +52,7 @@ def quantize(
     if axis == -2:
         if fmt.four_over_six:
             return f"{fmt.name} along axis -2 has no kernel"
-        if fmt.block_cols is None:
-            return f"{fmt.name} along axis -2 has one scale a column, for which there is no kernel"
-        return too_many(lead, shape[-2], fmt.block_cols, 0 if offs is None else offs.shape[0])
+        return too_many(lead, shape[-2], fmt.block_cols or TILE, 0 if offs is None else offs.shape[0])
     return None
 
 
@@ -81,10 +79,12 @@ def requantize(
     """For one pass from codes to codes; what has none goes through FP32 values."""
     if fmt.scale != "e4m3" or axis != -1 or to_axis != -2:
         return "only NVFP4 codes along axis -1 are re-rounded in one pass, along axis -2"
-    if to.two_level or to.passthrough or to.square or to.block_cols is None:
+    if to.two_level or to.passthrough or to.square:
         return f"{to.name} is not re-rounded in one pass"
     if math.prod(shape) == 0 or len(shape) > 3 or shape[-1] % 8 or (offs is not None and offs.numel() == 0):
         return "the shape does not fit"
     if fmt.square and len(shape) == 3 and shape[-2] % fmt.block_rows:
         return "blocks span matrices"
-    return too_many(math.prod(shape[:-2]), shape[-2], to.block_cols, 0 if offs is None else offs.shape[0])
+    return too_many(
+        math.prod(shape[:-2]), shape[-2], to.block_cols or TILE, 0 if offs is None else offs.shape[0]
+    )

@@ -212,6 +212,20 @@ def bf16_bits(x):
 
 
 @triton.jit
+def times(raw, factor, BF16: tl.constexpr, ASM: tl.constexpr):
+    """What `load_raw` returned times a factor, in the same type."""
+    x = floats(raw, BF16)
+    out = ()
+    if BF16:
+        for k in tl.static_range(4):
+            out = out + (bf16_pair(x[2 * k] * factor, x[2 * k + 1] * factor, ASM),)
+    else:
+        for j in tl.static_range(8):
+            out = out + (x[j] * factor,)
+    return out
+
+
+@triton.jit
 def store_values(out_ptr, offset, v, mask, BF16: tl.constexpr, ASM: tl.constexpr):
     """Eight FP32 to `offset` (in elements), as BF16 pairs through an int32 pointer or as they are."""
     four = tl.arange(0, 4)[None, :]

@@ -23,6 +23,7 @@ from nybble.kernels.cuda.elements import (
     value,
     with_sign,
 )
+from nybble.kernels.cuda.gates import load_gated
 from nybble.kernels.cuda.registers import (
     eight,
     finite_magnitude,
@@ -52,6 +53,34 @@ def load_unit(x_ptr, row_start, unit, mask, CHUNKS: tl.constexpr, BF16: tl.const
     for c in tl.static_range(CHUNKS):
         raws = raws + (load_raw(x_ptr, row_start + unit * (8 * CHUNKS) + 8 * c, mask, BF16),)
     return raws
+
+
+@triton.jit
+def load_row(
+    x_ptr,
+    row_start,
+    unit,
+    mask,
+    units,
+    factor,
+    GATED: tl.constexpr,
+    HAS_FACTOR: tl.constexpr,
+    GATE_CAP: tl.constexpr,
+    UP_CAP: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    BF16: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    """The raw chunks of each unit of x, or of the SwiGLU of its two halves, each `units` units wide."""
+    if GATED:
+        raws = ()
+        for c in tl.static_range(CHUNKS):
+            at = row_start + unit * (8 * CHUNKS) + 8 * c
+            half = units * (8 * CHUNKS)
+            raws = raws + (load_gated(x_ptr, at, half, mask, factor, HAS_FACTOR, GATE_CAP, UP_CAP, ASM),)
+        return raws
+    else:
+        return load_unit(x_ptr, row_start, unit, mask, CHUNKS, BF16)
 
 
 @triton.jit
@@ -124,6 +153,8 @@ def quantize_rows(
     rows_ptr,
     offs_ptr,
     group_ptr,  # int32: which outer amax a row has, if HAS_GROUP
+    factor_ptr,  # FP32: what each row of gate and up is multiplied by, if HAS_FACTOR
+    place_ptr,  # int32 [R * COPIES]: rows of the values of each row, if COPIES > 0
     row_stride,  # of x, in elements
     columns,  # C of the logical tensor, by which draws are counted
     value_stride,  # of a row of values, in elements
@@ -132,6 +163,12 @@ def quantize_rows(
     units,  # a row
     groups,
     tag,  # layer << 8 | operand
+    GATE_CAP: tl.constexpr,  # of the soft-capped SwiGLU, 0 for the plain one; see GATED
+    UP_CAP: tl.constexpr,
+    GATED: tl.constexpr,  # x is gate and up beside each other, and their SwiGLU is what is quantised
+    HAS_FACTOR: tl.constexpr,
+    CODES: tl.constexpr,  # whether codes and scales are stored
+    COPIES: tl.constexpr,
     E2M1: tl.constexpr,
     ELEMENT_MAX: tl.constexpr,
     SCALE: tl.constexpr,
@@ -153,7 +190,7 @@ def quantize_rows(
     CHUNKS: tl.constexpr,
     ASM: tl.constexpr,
 ):
-    """Codes and scales, or values, of rows of x [R, units * 8 * CHUNKS], zeros beyond the last column."""
+    """Codes and scales, or values, or both, of rows of x [R, units * 8 * CHUNKS], padded with zeros."""
     row = tl.program_id(ROW_AXIS).to(tl.int64)
     tile = tl.program_id(1 - ROW_AXIS)
     inside = True
@@ -163,9 +200,15 @@ def quantize_rows(
     WHOLE_ROW: tl.constexpr = OUTER == OUTER_ROW or BLOCK_UNITS == 0
     outer_amax = 0.0
     row_bad = False
+    factor = 1.0
+    if HAS_FACTOR:
+        factor = tl.load(factor_ptr + row)
     start = tile.to(tl.int64) * (N * LOOPS) + tl.arange(0, N)
     if LOOPS == 1:
-        raws = load_unit(x_ptr, row_start, start, (start < units) & inside, CHUNKS, IN_BF16)
+        raws = load_row(
+            x_ptr, row_start, start, (start < units) & inside, units, factor,
+            GATED, HAS_FACTOR, GATE_CAP, UP_CAP, CHUNKS, IN_BF16, ASM,
+        )  # fmt: skip
         m = unit_magnitude(raws, CHUNKS, IN_BF16, ASM)
     if WHOLE_ROW:
         if LOOPS == 1:
@@ -177,7 +220,10 @@ def quantize_rows(
             most = tl.zeros((N,), tl.uint32)
             for i in range(LOOPS):
                 u = start + i * N
-                more = load_unit(x_ptr, row_start, u, (u < units) & inside, CHUNKS, IN_BF16)
+                more = load_row(
+                    x_ptr, row_start, u, (u < units) & inside, units, factor,
+                    GATED, HAS_FACTOR, GATE_CAP, UP_CAP, CHUNKS, IN_BF16, ASM,
+                )  # fmt: skip
                 most = umax(most, unit_magnitude(more, CHUNKS, IN_BF16, ASM))
             t = top(most)
             row_bad = t >= rule.INFINITE
@@ -185,7 +231,10 @@ def quantize_rows(
                 most = tl.zeros((N,), tl.uint32)
                 for i in range(LOOPS):
                     u = start + i * N
-                    more = load_unit(x_ptr, row_start, u, (u < units) & inside, CHUNKS, IN_BF16)
+                    more = load_row(
+                        x_ptr, row_start, u, (u < units) & inside, units, factor,
+                        GATED, HAS_FACTOR, GATE_CAP, UP_CAP, CHUNKS, IN_BF16, ASM,
+                    )  # fmt: skip
                     most = umax(most, finite_unit_magnitude(more, CHUNKS, IN_BF16))
                 t = top(most)
         outer_amax = value(t)
@@ -209,21 +258,26 @@ def quantize_rows(
         key = load_key(key_ptr)
     if LOOPS == 1:
         finish_units(
-            raws, m, start, start < units, row, e_row, row_bad, outer_amax, s_enc, s_dec, codes_ptr,
-            scales_ptr, values_ptr, key, columns, value_stride, code_stride, scale_stride, units, tag, E2M1,
-            ELEMENT_MAX, SCALE, BLOCK_UNITS, OUTER_MAX, OVER_SIX, STOCHASTIC, VALUES, IN_BF16, OUT_BF16,
-            ALIGNED, 0, N, CHUNKS, ASM,
+            raws, m, start, start < units, row, e_row, row_bad, outer_amax, s_enc, s_dec,
+            codes_ptr, scales_ptr, values_ptr, place_ptr, key, columns, value_stride, code_stride, scale_stride,
+            units, tag,
+            E2M1, ELEMENT_MAX, SCALE, BLOCK_UNITS, OUTER_MAX, OVER_SIX, STOCHASTIC, CODES, VALUES, COPIES,
+            IN_BF16, OUT_BF16, ALIGNED, 0, N, CHUNKS, ASM,
         )  # fmt: skip
     else:
         for i in range(LOOPS):
             u = start + i * N
-            more = load_unit(x_ptr, row_start, u, (u < units) & inside, CHUNKS, IN_BF16)
+            more = load_row(
+                x_ptr, row_start, u, (u < units) & inside, units, factor,
+                GATED, HAS_FACTOR, GATE_CAP, UP_CAP, CHUNKS, IN_BF16, ASM,
+            )  # fmt: skip
             mm = unit_magnitude(more, CHUNKS, IN_BF16, ASM)
             finish_units(
-                more, mm, u, u < units, row, e_row, row_bad, outer_amax, s_enc, s_dec, codes_ptr, scales_ptr,
-                values_ptr, key, columns, value_stride, code_stride, scale_stride, units, tag, E2M1,
-                ELEMENT_MAX, SCALE, BLOCK_UNITS, OUTER_MAX, OVER_SIX, STOCHASTIC, VALUES, IN_BF16, OUT_BF16,
-                ALIGNED, 0, N, CHUNKS, ASM,
+                more, mm, u, u < units, row, e_row, row_bad, outer_amax, s_enc, s_dec,
+                codes_ptr, scales_ptr, values_ptr, place_ptr, key, columns, value_stride, code_stride, scale_stride,
+            units, tag,
+                E2M1, ELEMENT_MAX, SCALE, BLOCK_UNITS, OUTER_MAX, OVER_SIX, STOCHASTIC, CODES, VALUES, COPIES,
+                IN_BF16, OUT_BF16, ALIGNED, 0, N, CHUNKS, ASM,
             )  # fmt: skip
 
 
@@ -242,6 +296,7 @@ def finish_units(
     codes_ptr,
     scales_ptr,
     values_ptr,
+    place_ptr,
     key,
     columns,
     value_stride,
@@ -256,7 +311,9 @@ def finish_units(
     OUTER_MAX: tl.constexpr,
     OVER_SIX: tl.constexpr,
     STOCHASTIC: tl.constexpr,
+    CODES: tl.constexpr,
     VALUES: tl.constexpr,
+    COPIES: tl.constexpr,
     IN_BF16: tl.constexpr,
     OUT_BF16: tl.constexpr,
     ALIGNED: tl.constexpr,
@@ -331,7 +388,7 @@ def finish_units(
         scale = tl.where(four, sf4, scale)
         mul = tl.where(four, mul4, mul)
 
-    if not VALUES:
+    if CODES:
         if SQUARE > 0:
             tall = (row // SQUARE) * tl.cdiv(units, BLOCK_UNITS) + u // BLOCK_UNITS
             corner = mask & (row % SQUARE == 0) & (u % BLOCK_UNITS == 0)
@@ -354,7 +411,7 @@ def finish_units(
             if VALUES:
                 for j in tl.static_range(8):
                     values = values + (with_sign(e2m1_magnitude(t[j], STOCHASTIC) * scale, x[j]),)
-            else:
+            if CODES:
                 words = words + (
                     tl.where(bad, 0, e2m1_word(t, sign_nibbles(raws[c], IN_BF16, ASM), STOCHASTIC)).to(
                         tl.uint32
@@ -366,21 +423,33 @@ def finish_units(
                 q = e4m3_values(w0, ASM) + e4m3_values(w1, ASM)
                 for j in tl.static_range(8):
                     values = values + (q[j] * scale,)
-            else:
+            if CODES:
                 words = words + (
                     tl.where(bad, 0x7F7F7F7F, w0).to(tl.uint32),
                     tl.where(bad, 0x7F7F7F7F, w1).to(tl.uint32),
                 )
     if VALUES:
-        at = row * value_stride + u * (8 * CHUNKS)
-        if CHUNKS == 2:
-            store_values16(values_ptr, at, values, mask, OUT_BF16, ASM)
-        else:
-            for c in tl.static_range(CHUNKS):
-                store_values(values_ptr, at + 8 * c, eight(values, 8 * c), mask, OUT_BF16, ASM)
-    else:
+        if COPIES == 0:
+            store_unit(values_ptr, row * value_stride, u, values, mask, OUT_BF16, CHUNKS, ASM)
+        for copy in tl.static_range(COPIES):
+            to = tl.load(place_ptr + row * COPIES + copy).to(tl.int64)
+            store_unit(values_ptr, to * value_stride, u, values, mask, OUT_BF16, CHUNKS, ASM)
+    if CODES:
         PER_UNIT: tl.constexpr = CHUNKS if E2M1 else 2 * CHUNKS
         store_words(codes_ptr, (row * code_stride + u) * PER_UNIT, words, mask, PER_UNIT)
+
+
+@triton.jit
+def store_unit(
+    values_ptr, start, u, values, mask, OUT_BF16: tl.constexpr, CHUNKS: tl.constexpr, ASM: tl.constexpr
+):
+    """The values of units u of the row that begins at `start`."""
+    at = start + u * (8 * CHUNKS)
+    if CHUNKS == 2:
+        store_values16(values_ptr, at, values, mask, OUT_BF16, ASM)
+    else:
+        for c in tl.static_range(CHUNKS):
+            store_values(values_ptr, at + 8 * c, eight(values, 8 * c), mask, OUT_BF16, ASM)
 
 
 @triton.jit

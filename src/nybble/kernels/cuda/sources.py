@@ -30,6 +30,7 @@ def load_source(
     codes_ptr,
     scales_ptr,
     sdec_ptr,
+    index_ptr,
     first,
     i: tl.constexpr,
     row_stride,
@@ -40,15 +41,22 @@ def load_source(
     SOURCE: tl.constexpr,
     SDEC_ROWS: tl.constexpr,
     SCALE_ROWS: tl.constexpr,
+    HAS_INDEX: tl.constexpr,
     ASM: tl.constexpr,
 ):
     """(raw, sf, s_dec) of eight features of a thread's token i: pairs, FP32, or a word of codes and scales.
 
-    `first` is where its token 0 is: an element of x, or a word of the codes, whose row is `row`.
+    `first` is where its token 0 is: an element of x, or a word of the codes, whose row is `row`. With
+    HAS_INDEX the codes of row r are those of row index[r].
     """
     if SOURCE == NVFP4:
-        word = load_nvfp4(codes_ptr, first + i * (columns // 8), mask)
         per_row = (columns + 15) // 16
+        if HAS_INDEX:
+            row = tl.load(index_ptr + row + i, mask=mask, other=0).to(tl.int64)
+            word = load_nvfp4(codes_ptr, row * (columns // 8) + column // 8, mask)
+            row -= i
+        else:
+            word = load_nvfp4(codes_ptr, first + i * (columns // 8), mask)
         if SCALE_ROWS == 1:
             at = (row * per_row + column // 16) + i * per_row
         else:

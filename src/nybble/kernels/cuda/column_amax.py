@@ -1,0 +1,106 @@
+"""The largest magnitude of whole columns, of matrices or of token groups, and the FP8 scale it gives."""
+# mypy: ignore-errors
+# ruff: noqa: RUF005 -- Triton adds tuples but does not unpack them
+
+import triton
+import triton.language as tl
+
+from nybble.kernels.cuda import scales as rule
+from nybble.kernels.cuda.elements import value
+from nybble.kernels.cuda.registers import join8
+from nybble.kernels.cuda.sources import NVFP4, load_source, tile_maxima
+
+
+@triton.jit(do_not_specialize=["tokens", "blocks"])
+def column_amax(
+    x_ptr,
+    source_codes_ptr,
+    source_scales_ptr,
+    sdec_ptr,
+    amax_ptr,  # int32 [lead, C] or [G, C], zeros on entry: FP32 bits, NaN above Inf
+    start_ptr,
+    count_ptr,
+    group_ptr,
+    index_ptr,
+    row_stride,
+    lead_stride,
+    columns,
+    tokens,
+    blocks,
+    SOURCE: tl.constexpr,
+    SDEC_ROWS: tl.constexpr,
+    SCALE_ROWS: tl.constexpr,
+    HAS_INDEX: tl.constexpr,
+    GROUPED: tl.constexpr,
+    LOOPS: tl.constexpr,
+    W: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    """Tiles as in `columns.py`: a warp takes 32 tokens x 64 features, LOOPS times W tiles a program."""
+    lead = tl.program_id(2).to(tl.int64)
+    n = tl.arange(0, 32 * W)
+    column = (tl.program_id(0) * 8 + n % 8) * 8
+    first = (n // 8) % 4 * 8
+    for loop in range(LOOPS):
+        block = (tl.program_id(1) * LOOPS + loop) * W + n // 32
+        has_block = block < blocks
+        if GROUPED:
+            start = tl.load(start_ptr + block, mask=has_block, other=0)
+            count = tl.load(count_ptr + block, mask=has_block, other=0)
+        else:
+            start = block * 32
+            count = tl.minimum(tokens - start, 32)
+        inside = has_block & (column < columns)
+        row = (lead * tokens + start + first).to(tl.int64)
+        if SOURCE == NVFP4:
+            at = row * (columns // 8) + column // 8
+        else:
+            at = lead * lead_stride + (start + first).to(tl.int64) * row_stride + column
+        raws = ()
+        sfs = ()
+        sdecs = ()
+        for i in tl.static_range(8):
+            mask = inside & (first + i < count)
+            raw, sf, s_dec = load_source(
+                x_ptr,
+                source_codes_ptr,
+                source_scales_ptr,
+                sdec_ptr,
+                index_ptr,
+                at,
+                i,
+                row_stride,
+                row,
+                columns,
+                column,
+                mask,
+                SOURCE,
+                SDEC_ROWS,
+                SCALE_ROWS,
+                HAS_INDEX,
+                ASM,
+            )
+            raws = raws + (raw,)
+            sfs = sfs + (sf,)
+            sdecs = sdecs + (s_dec,)
+        maxima = tile_maxima(raws, sfs, sdecs, SOURCE, ASM)
+        tops = ()
+        for j in tl.static_range(8):
+            tops = tops + (tl.max(tl.reshape(maxima[j].to(tl.int32), (W, 4, 8)), axis=1),)
+        t = tl.reshape(join8(tops), (W, 64))
+        c = (tl.program_id(0) * 64 + tl.arange(0, 64))[None, :]
+        b = ((tl.program_id(1) * LOOPS + loop) * W + tl.arange(0, W))[:, None]
+        ok = (c < columns) & (b < blocks)
+        which = lead + b * 0
+        if GROUPED:
+            which = lead * 0 + tl.load(group_ptr + b, mask=b < blocks, other=0)
+        tl.atomic_max(amax_ptr + (which * columns + c), t, mask=ok & (t > 0), sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["count"])
+def column_scales(amax_ptr, scales_ptr, count, N: tl.constexpr, ASM: tl.constexpr):
+    """FP32 scales of amaxes given as bits; NaN where a column holds a NaN or an infinity."""
+    n = tl.program_id(0) * N + tl.arange(0, N)
+    m = tl.load(amax_ptr + n, mask=n < count, other=0).to(tl.uint32, bitcast=True)
+    scale = rule.reciprocal(rule.fp32_multiplier(value(m)), ASM)
+    tl.store(scales_ptr + n, tl.where(m >= rule.INFINITE, float("nan"), scale), mask=n < count)

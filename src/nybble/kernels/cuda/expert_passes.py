@@ -1,0 +1,193 @@
+"""Elementwise passes over the rows of experts: factors of rows, SwiGLU and its derivative, the weighted sum.
+
+Legend: T tokens, k experts a token, R = T * k rows sorted by expert; rows at or beyond ends[-1] belong to no
+expert, hold anything, and count as zeros.
+"""
+# mypy: ignore-errors
+# ruff: noqa: RUF005 -- Triton adds tuples but does not unpack them
+
+import triton
+import triton.language as tl
+
+from nybble.kernels.cuda import scales as rule
+from nybble.kernels.cuda.elements import value
+from nybble.kernels.cuda.gates import load_gated, scaled_pairs, swiglu_backward
+from nybble.kernels.cuda.registers import floats, load_e4m3, load_raw, store_values
+
+
+@triton.jit(do_not_specialize=["rows", "groups"])
+def row_factors(
+    order_ptr,  # int32 [R]
+    ends_ptr,
+    amax_ptr,  # outer amaxes of the first operand
+    w_amax_ptr,  # of each expert's matrix, or one
+    weights_ptr,  # FP32 [R], by pair
+    out_ptr,  # FP32 [R]
+    rows,
+    groups,
+    k: tl.constexpr,
+    A_MAX: tl.constexpr,
+    W_MAX: tl.constexpr,
+    A: tl.constexpr,  # 0: no scale, 1: one, 2: one a token, 3: one a row
+    W: tl.constexpr,  # 0: no scale, 1: one, 2: one an expert
+    WEIGHTS: tl.constexpr,
+    N: tl.constexpr,
+    G: tl.constexpr,
+):
+    """Routing weight * (S_dec of the row * S_dec of its expert's matrix), of those that are asked for."""
+    row = tl.program_id(0) * N + tl.arange(0, N)
+    mask = row < rows
+    pair = tl.load(order_ptr + row, mask=mask, other=0)
+    f = tl.full((N,), 1.0, tl.float32)
+    if A > 0:
+        which = pair // k if A == 2 else (row if A == 3 else row * 0)
+        s = rule.encode_scale(tl.load(amax_ptr + which, mask=mask, other=0.0), A_MAX)
+        f = tl.div_rn(tl.full((N,), 1.0, tl.float32), s)
+    if W > 0:
+        expert = row * 0
+        if W == 2:
+            g = tl.arange(0, G)
+            ends = tl.load(ends_ptr + g, mask=g < groups, other=2147483647)
+            below = tl.sum((ends[None, :] <= row[:, None]).to(tl.int32), axis=1)
+            expert = tl.minimum(below, groups - 1)
+        s = rule.encode_scale(tl.load(w_amax_ptr + expert, mask=mask, other=0.0), W_MAX)
+        f = f * tl.div_rn(tl.full((N,), 1.0, tl.float32), s)
+    if WEIGHTS:
+        f = tl.load(weights_ptr + pair, mask=mask, other=0.0) * f
+    tl.store(out_ptr + row, f, mask=mask)
+
+
+@triton.jit(do_not_specialize=["units", "groups"])
+def swiglu_rows(
+    x_ptr,  # BF16 pairs [R, 2I]
+    h_ptr,  # BF16 pairs [R, I]
+    factor_ptr,
+    ends_ptr,
+    units,  # I / 8
+    groups,
+    GATE_CAP: tl.constexpr,
+    UP_CAP: tl.constexpr,
+    HAS_FACTOR: tl.constexpr,
+    N: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    """h of each row of gate and up."""
+    row = tl.program_id(0).to(tl.int64)
+    u = (tl.program_id(1) * N + tl.arange(0, N)).to(tl.int64)
+    mask = u < units
+    inside = mask & (row < tl.load(ends_ptr + groups - 1))
+    factor = tl.load(factor_ptr + row) if HAS_FACTOR else 1.0
+    at = row * units * 16 + u * 8
+    h = load_gated(x_ptr, at, units.to(tl.int64) * 8, inside, factor, HAS_FACTOR, GATE_CAP, UP_CAP, ASM)
+    store_values(h_ptr, (row * units + u) * 8, floats(h, True), mask, True, ASM)
+
+
+@triton.jit(do_not_specialize=["units", "groups", "scale_columns"])
+def swiglu_backward_rows(
+    x_ptr,  # gate and up: BF16 pairs [R, 2I]
+    factor_ptr,  # of x
+    g_ptr,  # BF16 pairs [R, I]: gradient at h before the routing weight
+    g_factor_ptr,  # of g
+    weights_ptr,  # FP32 by pair
+    order_ptr,
+    h_ptr,  # BF16 pairs [R, I], or int32 words of NVFP4 codes
+    h_scales_ptr,
+    h_amax_ptr,  # [R] or one
+    d_ptr,  # BF16 pairs [R, 2I]
+    dot_ptr,  # FP32 by pair: <g, h>
+    ends_ptr,
+    units,  # I / 8
+    groups,
+    scale_columns,
+    OUTER_MAX: tl.constexpr,
+    AMAX_ROWS: tl.constexpr,
+    GATE_CAP: tl.constexpr,
+    UP_CAP: tl.constexpr,
+    HAS_FACTOR: tl.constexpr,
+    HAS_G_FACTOR: tl.constexpr,
+    DOT: tl.constexpr,  # 0: none, 1: with h in BF16, 2: with h in codes
+    D: tl.constexpr,  # whether the gradient at gate and up is wanted
+    LOOPS: tl.constexpr,
+    N: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    """Gradients at gate and up, and at the routing weights, of each row."""
+    row = tl.program_id(0).to(tl.int64)
+    inside = row < tl.load(ends_ptr + groups - 1)
+    factor = tl.load(factor_ptr + row) if HAS_FACTOR else 1.0
+    g_factor = tl.load(g_factor_ptr + row) if HAS_G_FACTOR else 1.0
+    pair = tl.load(order_ptr + row)
+    weight = tl.load(weights_ptr + pair)
+    s_dec = 1.0
+    if DOT == 2:
+        s_dec = tl.div_rn(1.0, rule.encode_scale(tl.load(h_amax_ptr + row * AMAX_ROWS), OUTER_MAX))
+    dots = tl.zeros((N,), tl.float32)
+    for i in range(LOOPS):
+        u = (i * N + tl.arange(0, N)).to(tl.int64)
+        mask = (u < units) & inside
+        g = floats(load_raw(g_ptr, (row * units + u) * 8, mask, True), True)
+        if HAS_G_FACTOR:
+            more = ()
+            for j in tl.static_range(8):
+                more = more + (g[j] * g_factor,)
+            g = more
+        if DOT == 1:
+            h = floats(load_raw(h_ptr, (row * units + u) * 8, mask, True), True)
+            for j in tl.static_range(8):
+                dots += g[j] * h[j]
+        if DOT == 2:
+            word = tl.load(h_ptr + row * units + u, mask=mask, other=0).to(tl.uint32, bitcast=True)
+            sf = load_e4m3(h_scales_ptr, row * scale_columns + u // 2, mask, ASM)
+            for j in tl.static_range(8):
+                field = (word << (22 - 4 * j)) if j < 6 else (word >> (4 * j - 22))
+                sign = (word << (28 - 4 * j)) & 0x80000000
+                v = value((field & 0x01C00000) | sign) * 2.0**126
+                dots += g[j] * ((v * sf) * s_dec)
+        if D:
+            at = row * units * 16 + u * 8
+            half = units.to(tl.int64) * 8
+            gate = scaled_pairs(load_raw(x_ptr, at, mask, True), factor, HAS_FACTOR, ASM)
+            up = scaled_pairs(load_raw(x_ptr, at + half, mask, True), factor, HAS_FACTOR, ASM)
+            dgate = ()
+            dup = ()
+            for j in tl.static_range(8):
+                a, b = swiglu_backward(gate[j], up[j], g[j] * weight, GATE_CAP, UP_CAP)
+                dgate = dgate + (a,)
+                dup = dup + (b,)
+            store_values(d_ptr, at, dgate, u < units, True, ASM)
+            store_values(d_ptr, at + half, dup, u < units, True, ASM)
+    if DOT > 0:
+        tl.store(dot_ptr + pair, tl.sum(dots))
+
+
+@triton.jit(do_not_specialize=["units", "groups"])
+def combine_rows(
+    x_ptr,  # BF16 pairs [R, C]
+    factor_ptr,  # FP32 [R]
+    place_ptr,  # int32 [R]: row of each pair
+    ends_ptr,
+    y_ptr,  # BF16 pairs [T, C]
+    units,  # C / 8
+    groups,
+    k: tl.constexpr,
+    HAS_FACTOR: tl.constexpr,
+    N: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    """Sum of the k rows of each token, times their factors, in FP32 and in the order of the choices."""
+    token = tl.program_id(0).to(tl.int64)
+    u = (tl.program_id(1) * N + tl.arange(0, N)).to(tl.int64)
+    mask = u < units
+    last = tl.load(ends_ptr + groups - 1)
+    total = ()
+    for _ in tl.static_range(8):
+        total = total + (tl.zeros((N,), tl.float32),)
+    for choice in tl.static_range(k):
+        row = tl.load(place_ptr + token * k + choice).to(tl.int64)
+        x = floats(load_raw(x_ptr, (row * units + u) * 8, mask & (row < last), True), True)
+        factor = tl.load(factor_ptr + row) if HAS_FACTOR else 1.0
+        more = ()
+        for j in tl.static_range(8):
+            more = more + (total[j] + (x[j] * factor if HAS_FACTOR else x[j]),)
+        total = more
+    store_values(y_ptr, (token * units + u) * 8, total, mask, True, ASM)

@@ -1,0 +1,201 @@
+"""The passes of `kernels/expert_rows.py` on CUDA tensors: brought to their kernel, or to the specification.
+
+The layer calls them with what the kernels take; anything else is rare (no tokens, odd widths, moved storage)
+and runs in plain torch on the GPU.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nybble.formats import table
+from nybble.kernels import expert_rows as plain
+from nybble.kernels.cuda import launch_experts as launch
+from nybble.kernels.cuda.jit import whole_key
+from nybble.kernels.cuda.launch_columns import too_many
+from nybble.kernels.cuda.launch_rows import Draw, Gated, pow2
+
+BLOCK_TOKENS = 32
+
+
+def row_factors(order: Tensor, ends: Tensor, k: int, *rest: Any) -> Tensor:
+    """See the specification."""
+    if not order.numel() or not ends.numel():
+        return plain.row_factors(order, ends, k, *rest)
+    return launch.row_factors(order, ends, k, *rest)
+
+
+def gather_rows(x: Tensor, index: Tensor, factor: Tensor | None) -> Tensor:
+    """See the specification."""
+    fits = launch.bf16_rows(x) and index.numel() > 0
+    return (launch if fits else plain).gather_rows(x, index, factor)
+
+
+def combine_rows(x: Tensor, factor: Tensor | None, place: Tensor, ends: Tensor, k: int) -> Tensor:
+    """See the specification."""
+    fits = launch.bf16_rows(x) and ends.numel() > 0
+    return (launch if fits else plain).combine_rows(x, factor, place, ends, k)
+
+
+def swiglu_rows(
+    gate_up: Tensor, factor: Tensor | None, ends: Tensor, gate_cap: float, up_cap: float
+) -> Tensor:
+    """See the specification."""
+    fits = launch.bf16_rows(gate_up) and gate_up.shape[1] % 16 == 0 and ends.numel() > 0
+    return (launch if fits else plain).swiglu_rows(gate_up, factor, ends, gate_cap, up_cap)
+
+
+def swiglu_quantize(
+    gate_up: Tensor,
+    factor: Tensor | None,
+    ends: Tensor,
+    gate_cap: float,
+    up_cap: float,
+    format: str,
+    rounding: str,
+    key: Tensor | None,
+    layer: int,
+    operand: int,
+    rows: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """See the specification."""
+    if not (launch.bf16_rows(gate_up) and _takes(format, gate_up.shape[1] // 2) and ends.numel()):
+        return plain.swiglu_quantize(
+            gate_up, factor, ends, gate_cap, up_cap, format, rounding, key, layer, operand, rows
+        )
+    gated = Gated(gate_cap=gate_cap, up_cap=up_cap, factor=factor)
+    draw = _draw(rounding, key, layer, operand, rows)
+    return launch.quantize_tokens(gate_up, format, draw, gated, ends, None)
+
+
+def swiglu_backward(gate_up: Tensor, factor: Tensor | None, g: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    """See the specification."""
+    ends, h = rest[3], rest[6]
+    fits = launch.bf16_rows(gate_up, g) and g.shape[1] % 16 == 0 and ends.numel() > 0
+    fits = fits and (len(h) != 1 or launch.bf16_rows(h[0])) and (len(h) != 3 or _takes(rest[7], g.shape[1]))
+    return (launch if fits else plain).swiglu_backward(gate_up, factor, g, *rest)
+
+
+def quantize_to_rows(
+    x: Tensor,
+    format: str,
+    rounding: str,
+    key: Tensor | None,
+    layer: int,
+    operand: int,
+    rows: Tensor | None,
+    place: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """See the specification."""
+    if not (launch.bf16_rows(x) and _takes(format, x.shape[1])):
+        return plain.quantize_to_rows(x, format, rounding, key, layer, operand, rows, place)
+    return launch.quantize_tokens(x, format, _draw(rounding, key, layer, operand, rows), None, None, place)
+
+
+def decode_to_rows(codes: Tensor, scales: Tensor, amax: Tensor, format: str, index: Tensor) -> Tensor:
+    """See the specification."""
+    width = codes.shape[1] * (2 if table.get(format).packed else 1)
+    if width % 16 or not index.numel():
+        return plain.decode_to_rows(codes, scales, amax, format, index)
+    return launch.decode_to_rows(codes, scales, format, index)
+
+
+def requantize_rows(
+    codes: Tensor,
+    scales: Tensor,
+    amax: Tensor,
+    format: str,
+    index: Tensor | None,
+    to_format: str,
+    rounding: str,
+    key: Tensor | None,
+    layer: int,
+    operand: int,
+    rows: Tensor | None,
+    offs: Tensor,
+) -> Tensor:
+    """See the specification."""
+    fmt, to = table.get(format), table.get(to_format)
+    R = codes.shape[0] if index is None else index.shape[0]
+    fits = (
+        fmt.scale == "e4m3" and not fmt.square and codes.shape[1] % 8 == 0 and codes.numel() and offs.numel()
+    )
+    fits = fits and to.scale in ("e8m0", "fp32") and to.block_cols is not None and not to.square
+    if not fits or too_many(1, R, BLOCK_TOKENS, offs.shape[0]) is not None:
+        return plain.requantize_rows(
+            codes, scales, amax, format, index, to_format, rounding, key, layer, operand, rows, offs
+        )
+    draw = _draw(rounding, key, layer, operand, rows)
+    return launch.requantize_rows(codes, scales, amax, format, index, to_format, draw, offs)
+
+
+def gradient_both(
+    dy: Tensor, format: str, index: Tensor | None, factor: Tensor | None, ends: Tensor
+) -> tuple[Tensor, Tensor]:
+    """See the specification."""
+    fmt = table.get(format)
+    R = dy.shape[0] if index is None else index.shape[0]
+    fits = launch.bf16_rows(dy) and fmt.scale == "e8m0" and not fmt.packed and R > 0 and ends.numel() > 0
+    if not fits or too_many(1, R, BLOCK_TOKENS, ends.shape[0]) is not None:
+        return plain.gradient_both(dy, format, index, factor, ends)
+    return launch.gradient_both(dy, format, index, factor, ends)
+
+
+def fp8_columns(
+    x: Tensor,
+    rounding: str,
+    key: Tensor | None,
+    layer: int,
+    operand: int,
+    rows: Tensor | None,
+    offs: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """See the specification."""
+    if not x.numel() or not offs.numel() or too_many(1, x.shape[0], BLOCK_TOKENS, offs.shape[0]):
+        return plain.fp8_columns(x, rounding, key, layer, operand, rows, offs)
+    return launch.fp8_columns(x, _draw(rounding, key, layer, operand, rows), offs)
+
+
+def fp8_columns_of_codes(
+    codes: Tensor,
+    scales: Tensor,
+    amax: Tensor,
+    format: str,
+    index: Tensor | None,
+    rounding: str,
+    key: Tensor | None,
+    layer: int,
+    operand: int,
+    rows: Tensor | None,
+    offs: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """See the specification."""
+    fmt = table.get(format)
+    R = codes.shape[0] if index is None else index.shape[0]
+    fits = fmt.scale == "e4m3" and not fmt.square and codes.shape[1] % 8 == 0 and R and offs.numel()
+    if not fits or too_many(1, R, BLOCK_TOKENS, offs.shape[0]) is not None:
+        return plain.fp8_columns_of_codes(
+            codes, scales, amax, format, index, rounding, key, layer, operand, rows, offs
+        )
+    draw = _draw(rounding, key, layer, operand, rows)
+    return launch.fp8_columns_of_codes(codes, scales, amax, format, index, draw, offs)
+
+
+def _takes(format: str, width: int) -> bool:
+    """Whether a program quantises a whole row of NVFP4 at once."""
+    fmt = table.get(format)
+    return (
+        fmt.scale == "e4m3"
+        and not fmt.square
+        and not fmt.outer_pow2
+        and width % 16 == 0
+        and pow2(width) <= launch.ROW_LIMIT
+    )
+
+
+def _draw(rounding: str, key: Tensor | None, layer: int, operand: int, rows: Tensor | None) -> Draw:
+    if rounding == "nearest" or key is None:
+        return Draw()
+    rows = None if rows is None else rows.to(torch.int64).contiguous()
+    return Draw(key=whole_key(key), layer=layer, operand=operand, rows=rows)

@@ -1,0 +1,311 @@
+"""Launches for the passes of `kernels/fused.py`; shapes that no kernel serves run the specification."""
+
+import torch
+from torch import Tensor
+
+from nybble.formats import blocks, table
+from nybble.kernels.cuda import expert_passes as kernel
+from nybble.kernels.cuda import gather as gather_kernel
+from nybble.kernels.cuda import launch_both, launch_columns, launch_rows
+from nybble.kernels.cuda.decode import decode_rows
+from nybble.kernels.cuda.jit import cdiv, use_asm
+from nybble.kernels.cuda.launch_rows import Draw, Gated, Rows, pow2
+
+ROW_LIMIT = 1 << 16
+"""Features of a row that one program goes through."""
+
+
+def bf16_rows(*tensors: Tensor) -> bool:
+    """Whether all are BF16 matrices that the kernels read as they are, 16 bytes at a time."""
+    return all(
+        t.dtype == torch.bfloat16
+        and t.dim() == 2
+        and t.is_contiguous()
+        and t.shape[1] % 8 == 0
+        and t.numel() > 0
+        and t.data_ptr() % 16 == 0
+        for t in tensors
+    )
+
+
+def _pairs(t: Tensor) -> Tensor:
+    return t.view(torch.int32)
+
+
+def _tile(units: int) -> tuple[int, int]:
+    """(units of a program, warps) of an elementwise pass: 16 bytes a thread and load."""
+    n = max(32, min(256, pow2(units)))
+    return n, max(1, n // 64)
+
+
+def row_factors(
+    order: Tensor,
+    ends: Tensor,
+    k: int,
+    amax: Tensor | None,
+    format: str,
+    per: str,
+    w_amax: Tensor | None,
+    w_format: str,
+    weights: Tensor | None,
+) -> Tensor:
+    """See `fused.row_factors`."""
+    R = order.shape[0]
+    out = torch.empty(R, dtype=torch.float32, device=order.device)
+    kernel.row_factors[(cdiv(R, 256),)](
+        order,
+        ends,
+        amax,
+        w_amax,
+        weights,
+        out,
+        R,
+        ends.shape[0],
+        k,
+        A_MAX=0.0 if amax is None else table.get(format).outer_max,
+        W_MAX=0.0 if w_amax is None else table.get(w_format).outer_max,
+        A=0 if amax is None else {"one": 1, "token": 2, "row": 3}[per],
+        W=0 if w_amax is None else 1 + int(w_amax.numel() > 1),
+        WEIGHTS=weights is not None,
+        N=256,
+        G=pow2(ends.shape[0]),
+        num_warps=4,
+        enable_fp_fusion=False,
+    )
+    return out
+
+
+def gather_rows(x: Tensor, index: Tensor, factor: Tensor | None) -> Tensor:
+    """See `fused.gather_rows`."""
+    out = x.new_empty(index.shape[0], x.shape[1])
+    n, warps = _tile(x.shape[1] // 8)
+    gather_kernel.gather_rows[(out.shape[0], cdiv(x.shape[1] // 8, n))](
+        _pairs(x),
+        index,
+        factor,
+        _pairs(out),
+        x.shape[1] // 8,
+        HAS_FACTOR=factor is not None,
+        N=n,
+        ASM=use_asm(x.device),
+        num_warps=warps,
+        enable_fp_fusion=False,
+    )
+    return out
+
+
+def combine_rows(x: Tensor, factor: Tensor | None, place: Tensor, ends: Tensor, k: int) -> Tensor:
+    """See `fused.combine_rows`."""
+    y = x.new_empty(place.shape[0] // k, x.shape[1])
+    n, warps = _tile(x.shape[1] // 8)
+    kernel.combine_rows[(y.shape[0], cdiv(x.shape[1] // 8, n))](
+        _pairs(x),
+        factor,
+        place,
+        ends,
+        _pairs(y),
+        x.shape[1] // 8,
+        ends.shape[0],
+        k,
+        HAS_FACTOR=factor is not None,
+        N=n,
+        ASM=use_asm(x.device),
+        num_warps=warps,
+        enable_fp_fusion=False,
+    )
+    return y
+
+
+def swiglu_rows(
+    gate_up: Tensor, factor: Tensor | None, ends: Tensor, gate_cap: float, up_cap: float
+) -> Tensor:
+    """See `fused.swiglu_rows`."""
+    R, width = gate_up.shape[0], gate_up.shape[1] // 2
+    h = gate_up.new_empty(R, width)
+    n, warps = _tile(width // 8)
+    kernel.swiglu_rows[(R, cdiv(width // 8, n))](
+        _pairs(gate_up),
+        _pairs(h),
+        factor,
+        ends,
+        width // 8,
+        ends.shape[0],
+        GATE_CAP=gate_cap,
+        UP_CAP=up_cap,
+        HAS_FACTOR=factor is not None,
+        N=n,
+        ASM=use_asm(h.device),
+        num_warps=warps,
+        enable_fp_fusion=False,
+    )
+    return h
+
+
+def quantize_tokens(
+    x: Tensor, format: str, draw: Draw, gated: Gated | None, offs: Tensor | None, place: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(codes, scales, amax, BF16 values) along the features, outer scale one a row; values at `place`."""
+    fmt, R = table.get(format), x.shape[0]
+    width = x.shape[1] // (2 if gated else 1)
+    shape = [R, width]
+    codes = torch.empty(blocks.code_shape(fmt, shape), dtype=torch.uint8, device=x.device)
+    scales = torch.empty(blocks.scale_shape(fmt, shape), dtype=blocks.scale_dtype(fmt), device=x.device)
+    amax = torch.empty(blocks.amax_shape(fmt, shape, -1, "row", None), dtype=torch.float32, device=x.device)
+    rows = R if place is None else place.shape[0]
+    values = torch.empty(rows, width, dtype=torch.bfloat16, device=x.device)
+    launch_rows.quantize_rows(
+        Rows(x=x, columns=x.shape[1]), fmt, int(fmt.two_level), amax, None, offs, draw,
+        codes=codes, scales=scales, values=values, gated=gated, place=place,
+    )  # fmt: skip
+    return codes, scales, amax, values
+
+
+def decode_to_rows(codes: Tensor, scales: Tensor, format: str, index: Tensor) -> Tensor:
+    """See `fused.decode_to_rows`."""
+    fmt = table.get(format)
+    words = codes.shape[1] // (4 if fmt.packed else 8)
+    block_words = words if fmt.block_cols is None else fmt.block_cols // 8
+    out = torch.empty(index.shape[0], words * 8, dtype=torch.bfloat16, device=codes.device)
+    n = min(512, pow2(words))
+    across, row_axis = launch_rows.grid(index.shape[0], cdiv(words, n))
+    decode_rows[across](
+        codes.view(torch.int32),
+        scales,
+        None,
+        _pairs(out),
+        index,
+        words,
+        block_words,
+        cdiv(words, block_words),
+        E2M1=fmt.packed,
+        SCALE=launch_rows.SCALES[fmt.scale or "", fmt.scale_rule],
+        SCALE_ROWS=1,
+        SDEC=0,
+        HAS_INDEX=True,
+        OUT_BF16=True,
+        ROW_AXIS=row_axis,
+        N=n,
+        ASM=use_asm(codes.device),
+        num_warps=max(1, min(4, n // 64)),
+        enable_fp_fusion=False,
+    )
+    return out
+
+
+def swiglu_backward(
+    gate_up: Tensor,
+    factor: Tensor | None,
+    g: Tensor,
+    g_factor: Tensor | None,
+    weights: Tensor,
+    order: Tensor,
+    ends: Tensor,
+    gate_cap: float,
+    up_cap: float,
+    h: list[Tensor],
+    format: str,
+    need_gate_up: bool,
+) -> tuple[Tensor, Tensor]:
+    """See `fused.swiglu_backward`."""
+    R, width = g.shape
+    d = gate_up.new_empty(R if need_gate_up else 0, 2 * width)
+    dots = torch.empty(R, dtype=torch.float32, device=g.device) if h else torch.zeros(R, device=g.device)
+    coded = len(h) == 3
+    units = width // 8
+    n = max(64, min(512, pow2(units)))
+    kernel.swiglu_backward_rows[(R,)](
+        _pairs(gate_up),
+        factor,
+        _pairs(g),
+        g_factor,
+        weights,
+        order,
+        _pairs(h[0]) if h else None,
+        h[1] if coded else None,
+        h[2] if coded else None,
+        _pairs(d),
+        dots,
+        ends,
+        units,
+        ends.shape[0],
+        cdiv(width, 16),
+        OUTER_MAX=(table.get(format).outer_max or 0.0) if coded else 0.0,
+        AMAX_ROWS=int(coded and h[2].numel() > 1),
+        GATE_CAP=gate_cap,
+        UP_CAP=up_cap,
+        HAS_FACTOR=factor is not None,
+        HAS_G_FACTOR=g_factor is not None,
+        DOT=(1 + int(coded)) if h else 0,
+        D=need_gate_up,
+        LOOPS=cdiv(units, n),
+        N=n,
+        ASM=use_asm(g.device),
+        num_warps=min(8, n // 32),
+        enable_fp_fusion=False,
+    )
+    return d, dots
+
+
+def gradient_both(
+    dy: Tensor, format: str, index: Tensor | None, factor: Tensor | None, ends: Tensor
+) -> tuple[Tensor, Tensor]:
+    """See `fused.gradient_both`; rows of no expert may hold anything."""
+    fmt = table.get(format)
+    return launch_both.launch_rows_and_columns(
+        dy, fmt, torch.bfloat16, Draw(), 0, ends, index, factor, clear_tail=False
+    )
+
+
+def requantize_rows(
+    codes: Tensor,
+    scales: Tensor,
+    amax: Tensor,
+    format: str,
+    index: Tensor | None,
+    to_format: str,
+    draw: Draw,
+    offs: Tensor,
+) -> Tensor:
+    """See `fused.requantize_rows`; rows of no expert may hold anything."""
+    source = _codes_source(codes, scales, amax, format, index)
+    (values,) = launch_columns.quantize_columns(
+        source, table.get(to_format), source.shape[2], 0, None, offs, draw, dtype=torch.bfloat16,
+        clear_tail=False,
+    )  # fmt: skip
+    return values[0]
+
+
+def fp8_columns(x: Tensor, draw: Draw, offs: Tensor) -> tuple[Tensor, Tensor]:
+    """See `expert_rows.fp8_columns`."""
+    width = x.shape[1]
+    codes, scales = launch_columns.quantize_columns(
+        launch_columns.as_source(x), table.get("fp8-row"), width, 0, None, offs, draw
+    )
+    return codes[0, :width], scales[:, :width].contiguous()
+
+
+def fp8_columns_of_codes(
+    codes: Tensor, scales: Tensor, amax: Tensor, format: str, index: Tensor | None, draw: Draw, offs: Tensor
+) -> tuple[Tensor, Tensor]:
+    """See `expert_rows.fp8_columns_of_codes`."""
+    source = _codes_source(codes, scales, amax, format, index)
+    out, out_scales = launch_columns.quantize_columns(
+        source, table.get("fp8-row"), source.shape[2], 0, None, offs, draw
+    )
+    return out[0], out_scales
+
+
+def _codes_source(
+    codes: Tensor, scales: Tensor, amax: Tensor, format: str, index: Tensor | None
+) -> launch_columns.Source:
+    """NVFP4 codes of rows, whose outer scale is one a row."""
+    from nybble.kernels.cuda.front import row_decode_scales
+
+    width = codes.shape[1] * 2
+    return launch_columns.Source(
+        shape=(1, codes.shape[0] if index is None else index.shape[0], width),
+        codes=codes,
+        scales=scales,
+        s_dec=row_decode_scales(table.get(format), amax, "row", (codes.shape[0], width), None),
+        index=index,
+    )

@@ -1,0 +1,298 @@
+"""Passes over the rows of routed experts: in plain torch, what a GPU's kernels do in one read each.
+
+Legend: T tokens, k experts a token, E experts, R = T * k rows sorted by expert. `order` int32 [R] is the
+pair (token * k + choice) of each row, `place` int32 [R] the row of each pair, `ends` int32 [E] where each
+expert's rows end; rows at or beyond ends[-1] belong to no expert, hold anything, and count as zeros.
+
+FP32 inside, BF16 in and out, and the quantisers of `formats`. The kernels of `kernels/cuda` have the same
+bits but for tanh, exp and sums over features, which may differ in the last places of FP32, and for rows of no
+expert. The ops are in `fused.py`.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nybble.formats import ops, outer, table
+
+
+def row_factors(
+    order: Tensor,
+    ends: Tensor,
+    k: int,
+    amax: Tensor | None,
+    format: str,
+    per: str,
+    w_amax: Tensor | None,
+    w_format: str,
+    weights: Tensor | None,
+) -> Tensor:
+    """FP32 [R]: weights[pair] * (S_dec of the row * S_dec of its expert's matrix), of those that are given.
+
+    Args:
+        amax: outer amax of the first operand, of `format`; `per` is "token", "row" or "one".
+        w_amax: of the second, [E] or one.
+        weights: routing weights, FP32 [R] by pair.
+    """
+    pair = order.long()
+    factor = torch.ones(order.shape[0], device=order.device)
+    if amax is not None:
+        s = outer.decode_scale(table.get(format), amax)
+        factor = {
+            "token": lambda: s[pair // k],
+            "row": lambda: s.clone(),
+            "one": lambda: s.expand(len(pair)),
+        }[per]()
+    if w_amax is not None:
+        s = outer.decode_scale(table.get(w_format), w_amax).reshape(-1)
+        rows = torch.arange(len(pair), device=order.device, dtype=ends.dtype)
+        expert = torch.searchsorted(ends, rows, right=True).clamp(max=len(ends) - 1)
+        factor = factor * (s[expert] if len(s) > 1 else s)
+    return weights[pair] * factor if weights is not None else factor.clone()
+
+
+def gather_rows(x: Tensor, index: Tensor, factor: Tensor | None) -> Tensor:
+    """x [T, C] at int32 `index` [R], each row times `factor` (FP32 [R]) in FP32, rounded to x's dtype."""
+    rows = x.index_select(0, index)
+    return rows if factor is None else (rows.float() * factor[:, None]).to(x.dtype)
+
+
+def combine_rows(x: Tensor, factor: Tensor | None, place: Tensor, ends: Tensor, k: int) -> Tensor:
+    """[T, C]: the sum of each token's k rows times their factors, in FP32, in the order of the choices."""
+    x = zero_behind(x, ends)
+    per_choice = place.view(-1, k)
+    total = torch.zeros(per_choice.shape[0], x.shape[1], device=x.device)
+    for choice in range(k):
+        rows = per_choice[:, choice]
+        part = x.index_select(0, rows).float()
+        total = total + (part if factor is None else part * factor[rows.long(), None])
+    return total.to(x.dtype)
+
+
+def swiglu_rows(
+    gate_up: Tensor, factor: Tensor | None, ends: Tensor, gate_cap: float, up_cap: float
+) -> Tensor:
+    """h [R, I] of gate and up [R, 2I], which are multiplied by `factor` [R] and rounded to their dtype first.
+
+    Caps of 0 are the plain SwiGLU.
+    """
+    gate, up = _scaled(gate_up, factor, ends).float().chunk(2, -1)
+    return _swiglu(gate, up, gate_cap, up_cap).to(gate_up.dtype)
+
+
+def swiglu_quantize(
+    gate_up: Tensor,
+    factor: Tensor | None,
+    ends: Tensor,
+    gate_cap: float,
+    up_cap: float,
+    format: str,
+    rounding: str,
+    key: Tensor | None,
+    layer: int,
+    operand: int,
+    rows: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(codes, scales, amax, values) of what `swiglu_rows` gives, along the features.
+
+    The outer scale is one a row; values are in BF16, without it.
+    """
+    h = swiglu_rows(gate_up, factor, ends, gate_cap, up_cap)
+    q = ops.quantize(h, format, -1, rounding, "row", key, layer, operand, rows)
+    return *q, ops.dequantize(*q, format, -1, h.shape, torch.bfloat16, "row", False)
+
+
+def swiglu_backward(
+    gate_up: Tensor,
+    factor: Tensor | None,
+    g: Tensor,
+    g_factor: Tensor | None,
+    weights: Tensor,
+    order: Tensor,
+    ends: Tensor,
+    gate_cap: float,
+    up_cap: float,
+    h: list[Tensor],
+    format: str,
+    need_gate_up: bool,
+) -> tuple[Tensor, Tensor]:
+    """(gradient at gate and up [R, 2I], gradient at the routing weights FP32 [R] by pair).
+
+    Args:
+        gate_up, factor: as for `swiglu_rows`.
+        g: [R, I], gradient at h before the routing weight; times `g_factor` [R] in FP32.
+        weights: FP32 [R] by pair.
+        h: what the down product took: codes, scales and amax of `format` (outer scale one a row), or its
+            values alone; without it the second result is zeros.
+        need_gate_up: else the first result is empty.
+    """
+    dh = zero_behind(g, ends).float()
+    dh = dh if g_factor is None else dh * g_factor[:, None]
+    pair = order.long()
+    dots = torch.zeros(order.shape[0], device=g.device)
+    if h:
+        full = h[0].float()
+        if len(h) == 3:
+            full = ops.dequantize(*h, format, -1, dh.shape, torch.float32, "row", True)
+        dots[pair] = (dh * zero_behind(full, ends)).sum(-1)
+    if not need_gate_up:
+        return gate_up.new_empty(0, gate_up.shape[1]), dots
+    gate, up = _scaled(gate_up, factor, ends).float().chunk(2, -1)
+    dh = dh * weights[pair, None]
+    s = torch.sigmoid(gate)
+    if gate_cap > 0:
+        tg, tu = torch.tanh(gate / gate_cap), torch.tanh(up / up_cap)
+        left = tg * s
+        slope = (s - left * tg) / gate_cap + (left - left * s)
+        d = torch.cat([slope * tu * dh * (gate_cap * up_cap), (left - left * tu * tu) * dh * gate_cap], -1)
+    else:
+        y = gate * s
+        d = torch.cat([(s + (y - y * s)) * up * dh, y * dh], -1)
+    return d.to(gate_up.dtype), dots
+
+
+def quantize_to_rows(
+    x: Tensor,
+    format: str,
+    rounding: str,
+    key: Tensor | None,
+    layer: int,
+    operand: int,
+    rows: Tensor | None,
+    place: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Codes, scales and amax of x [T, H] along the features, and values (BF16 [R, H]) at each token's rows.
+
+    The outer scale is one a token; values are without it.
+    """
+    q = ops.quantize(x, format, -1, rounding, "row", key, layer, operand, rows)
+    values = ops.dequantize(*q, format, -1, x.shape, torch.bfloat16, "row", False)
+    out = values.new_empty(place.shape[0], x.shape[1])
+    out[place.long()] = values.repeat_interleave(place.shape[0] // max(x.shape[0], 1), 0)
+    return *q, out
+
+
+def decode_to_rows(codes: Tensor, scales: Tensor, amax: Tensor, format: str, index: Tensor) -> Tensor:
+    """BF16 values, without their outer scale, of codes of tokens at int32 `index` [R]."""
+    width = codes.shape[1] * (2 if table.get(format).packed else 1)
+    shape = [codes.shape[0], width]
+    values = ops.dequantize(codes, scales, amax, format, -1, shape, torch.bfloat16, "row", False)
+    return values.index_select(0, index)
+
+
+def requantize_rows(
+    codes: Tensor,
+    scales: Tensor,
+    amax: Tensor,
+    format: str,
+    index: Tensor | None,
+    to_format: str,
+    rounding: str,
+    key: Tensor | None,
+    layer: int,
+    operand: int,
+    rows: Tensor | None,
+    offs: Tensor,
+) -> Tensor:
+    """BF16 values [R, C] of codes (outer scale one a row) rounded again along each expert's rows.
+
+    `index` int32 [R] names the row of the codes of each row; its own where None.
+    """
+    if index is not None:
+        codes, scales, amax = (t.index_select(0, index) for t in (codes, scales, amax))
+    shape = [codes.shape[0], codes.shape[1] * (2 if table.get(format).packed else 1)]
+    values, _ = ops.fake_requantize(
+        codes, scales, amax, format, -1, "row", shape, to_format, -2, torch.bfloat16,
+        rounding, "matrix", key, layer, operand, rows, offs,
+    )  # fmt: skip
+    return values
+
+
+def gradient_both(
+    dy: Tensor, format: str, index: Tensor | None, factor: Tensor | None, ends: Tensor
+) -> tuple[Tensor, Tensor]:
+    """BF16 values of the rows of dy quantised along the features, and along each expert's rows; to nearest.
+
+    Args:
+        dy: [T, C]; row r is dy[index[r]], or dy[r] without an index (int32 [R]).
+        factor: FP32 [R], by which rows are multiplied (and rounded to dy's dtype) for the second result.
+    """
+    rows = dy if index is None else dy.index_select(0, index)
+    along, _ = ops.fake_quantize(rows, format, torch.bfloat16, -1, offs=ends)
+    rows = rows if factor is None else (rows.float() * factor[:, None]).to(dy.dtype)
+    across, _ = ops.fake_quantize(rows, format, torch.bfloat16, -2, offs=ends)
+    return along, across
+
+
+def fp8_columns(
+    x: Tensor,
+    rounding: str,
+    key: Tensor | None,
+    layer: int,
+    operand: int,
+    rows: Tensor | None,
+    offs: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """x [T, C] in fp8-row along each group's rows: codes uint8 [C, P], scales FP32 [G, C].
+
+    Group g begins at column 32 * sum over h < g of max(1, ceil(T_h / 32)) of P = 32 * (T // 32 + G); padding
+    has code 0 (0x7F where its column holds a NaN or an infinity).
+    """
+    T, C = x.shape
+    ends, starts = fp8_ends(offs).tolist(), [0, *fp8_ends(offs).tolist()]
+    codes = torch.zeros(C, 32 * (T // 32 + len(ends)), dtype=torch.uint8, device=x.device)
+    scales = torch.ones(len(ends), C, device=x.device)
+    names = torch.arange(T, device=x.device) if rows is None else rows
+    for g, (a, b) in enumerate(zip([0, *offs.tolist()], offs.tolist(), strict=False)):
+        if b > a:
+            part, scale, _ = ops.quantize(
+                x[a:b], "fp8-row", -2, rounding, "tensor", key, layer, operand, names[a:b]
+            )
+            codes[:, starts[g] : ends[g]] = torch.where(scale.isnan(), 0x7F, 0)
+            codes[:, starts[g] : starts[g] + b - a] = part
+            scales[g] = scale[:, 0]
+    return codes, scales
+
+
+def fp8_columns_of_codes(
+    codes: Tensor,
+    scales: Tensor,
+    amax: Tensor,
+    format: str,
+    index: Tensor | None,
+    rounding: str,
+    key: Tensor | None,
+    layer: int,
+    operand: int,
+    rows: Tensor | None,
+    offs: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """The same of codes along the features (outer scale one a row); row r is row index[r] of the codes."""
+    if index is not None:
+        codes, scales, amax = (t.index_select(0, index) for t in (codes, scales, amax))
+    shape = [codes.shape[0], codes.shape[1] * (2 if table.get(format).packed else 1)]
+    x = ops.dequantize(codes, scales, amax, format, -1, shape, torch.float32, "row", True)
+    return fp8_columns(x, rounding, key, layer, operand, rows, offs)
+
+
+def fp8_ends(offs: Tensor) -> Tensor:
+    """int32 [G]: where the groups end in the columns of `fp8_columns`."""
+    sizes = torch.diff(offs, prepend=offs.new_zeros(1))
+    return (torch.cumsum(((sizes + 31) // 32).clamp(min=1), 0) * 32).to(torch.int32)
+
+
+def zero_behind(x: Tensor, ends: Tensor) -> Tensor:
+    """x [R, C] with the rows of no expert set to zero."""
+    return torch.where((torch.arange(x.shape[0], device=x.device) < ends[-1])[:, None], x, 0)
+
+
+def _scaled(gate_up: Tensor, factor: Tensor | None, ends: Tensor) -> Tensor:
+    x = zero_behind(gate_up, ends)
+    return x if factor is None else (x.float() * factor[:, None]).to(gate_up.dtype)
+
+
+def _swiglu(gate: Tensor, up: Tensor, gate_cap: float, up_cap: float) -> Tensor:
+    if gate_cap > 0:
+        capped = gate_cap * torch.tanh(gate / gate_cap)
+        return (capped * torch.sigmoid(gate)) * (up_cap * torch.tanh(up / up_cap))
+    return F.silu(gate) * up

@@ -1,0 +1,154 @@
+"""The passes of `expert_rows.py` as custom ops in the namespace `nybble`, which kernels of GPUs serve too."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nybble.formats import ops, table
+from nybble.kernels import expert_rows
+
+
+class Pass:
+    """A custom op that a GPU's kernels are called without, where nobody looks at ops."""
+
+    def __init__(self, name: str) -> None:
+        self.op = torch.library.custom_op(f"nybble::{name}", getattr(expert_rows, name), mutates_args=())
+        self.register_fake = self.op.register_fake
+        self.on_gpu: Callable[..., Any] | None = None
+
+    def register_kernel(self, device_type: str, function: Callable[..., Any]) -> None:
+        """Let `function` serve tensors of a device type."""
+        self.op.register_kernel(device_type)(function)
+        if device_type == "cuda":
+            self.on_gpu = function
+
+    def __call__(self, *arguments: Any) -> Any:
+        if self.on_gpu is not None and direct(arguments[0]):
+            return self.on_gpu(*arguments)
+        return self.op(*arguments)
+
+
+def direct(x: Any) -> bool:
+    """Whether a kernel on `x` may be launched without an op around it, which costs more than the launch."""
+    return (
+        type(x) is Tensor
+        and x.is_cuda
+        and not torch.compiler.is_compiling()
+        and torch._C._len_torch_dispatch_stack() == 0
+    )
+
+
+def _op(name: str) -> Any:
+    return Pass(name)
+
+
+row_factors = _op("row_factors")
+gather_rows = _op("gather_rows")
+combine_rows = _op("combine_rows")
+swiglu_rows = _op("swiglu_rows")
+swiglu_quantize = _op("swiglu_quantize")
+swiglu_backward = _op("swiglu_backward")
+quantize_to_rows = _op("quantize_to_rows")
+decode_to_rows = _op("decode_to_rows")
+requantize_rows = _op("requantize_rows")
+gradient_both = _op("gradient_both")
+fp8_columns = _op("fp8_columns")
+fp8_columns_of_codes = _op("fp8_columns_of_codes")
+NAMES = (
+    "row_factors",
+    "gather_rows",
+    "combine_rows",
+    "swiglu_rows",
+    "swiglu_quantize",
+    "swiglu_backward",
+    "quantize_to_rows",
+    "decode_to_rows",
+    "requantize_rows",
+    "gradient_both",
+    "fp8_columns",
+    "fp8_columns_of_codes",
+)
+
+
+@row_factors.register_fake
+def _(order, *_):  # type: ignore[no-untyped-def]
+    return order.new_empty(order.shape[0], dtype=torch.float32)
+
+
+@gather_rows.register_fake
+def _(x, index, *_):  # type: ignore[no-untyped-def]
+    return x.new_empty(index.shape[0], x.shape[1])
+
+
+@combine_rows.register_fake
+def _(x, _factor, place, _ends, k):  # type: ignore[no-untyped-def]
+    return x.new_empty(place.shape[0] // k, x.shape[1])
+
+
+@swiglu_rows.register_fake
+def _(gate_up, *_):  # type: ignore[no-untyped-def]
+    return gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
+
+
+@swiglu_quantize.register_fake
+def _(gate_up, _factor, _ends, _gate_cap, _up_cap, format, *_):  # type: ignore[no-untyped-def]
+    R, width = gate_up.shape[0], gate_up.shape[1] // 2
+    return *_empty_codes(gate_up, R, width, format), gate_up.new_empty(R, width, dtype=torch.bfloat16)
+
+
+@swiglu_backward.register_fake
+def _(gate_up, _factor, g, _g_factor, _weights, order, *rest):  # type: ignore[no-untyped-def]
+    need_gate_up = rest[-1]
+    d = gate_up.new_empty(gate_up.shape[0] if need_gate_up else 0, gate_up.shape[1])
+    return d, g.new_empty(order.shape[0], dtype=torch.float32)
+
+
+@quantize_to_rows.register_fake
+def _(x, format, *rest):  # type: ignore[no-untyped-def]
+    T, H = x.shape
+    return *_empty_codes(x, T, H, format), x.new_empty(rest[-1].shape[0], H, dtype=torch.bfloat16)
+
+
+@decode_to_rows.register_fake
+def _(codes, _scales, _amax, format, index):  # type: ignore[no-untyped-def]
+    return codes.new_empty(index.shape[0], _width(codes, format), dtype=torch.bfloat16)
+
+
+@requantize_rows.register_fake
+def _(codes, _scales, _amax, format, index, *_):  # type: ignore[no-untyped-def]
+    R = codes.shape[0] if index is None else index.shape[0]
+    return codes.new_empty(R, _width(codes, format), dtype=torch.bfloat16)
+
+
+@gradient_both.register_fake
+def _(dy, _format, index, *_):  # type: ignore[no-untyped-def]
+    R = dy.shape[0] if index is None else index.shape[0]
+    return tuple(dy.new_empty(R, dy.shape[1], dtype=torch.bfloat16) for _ in range(2))
+
+
+@fp8_columns.register_fake
+def _(x, *rest):  # type: ignore[no-untyped-def]
+    return _empty_columns(x, x.shape[0], x.shape[1], rest[-1])
+
+
+@fp8_columns_of_codes.register_fake
+def _(codes, _scales, _amax, format, index, *rest):  # type: ignore[no-untyped-def]
+    R = codes.shape[0] if index is None else index.shape[0]
+    return _empty_columns(codes, R, _width(codes, format), rest[-1])
+
+
+def _width(codes: Tensor, format: str) -> int:
+    """Features of rows of codes."""
+    return codes.shape[1] * (2 if table.get(format).packed else 1)
+
+
+def _empty_columns(like: Tensor, rows: int, width: int, offs: Tensor) -> tuple[Tensor, Tensor]:
+    groups = offs.shape[0]
+    codes = like.new_empty(width, 32 * (rows // 32 + groups), dtype=torch.uint8)
+    return codes, like.new_empty(groups, width, dtype=torch.float32)
+
+
+def _empty_codes(like: Tensor, rows: int, width: int, format: str) -> tuple[Tensor, Tensor, Tensor]:
+    return ops.empty_quantized(like, table.get(format), [rows, width], -1, "row", None)

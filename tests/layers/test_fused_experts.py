@@ -1,0 +1,129 @@
+"""The passes of experts that GPUs run, in plain torch on a CPU: same operands, and results that agree."""
+
+import pytest
+import torch
+from test_experts_layer import INKLING, E, experts, inputs, step
+
+from nybble.layers import experts as experts_module
+from nybble.layers import fused_experts
+from nybble.recipes import load_recipe
+
+BF16 = torch.bfloat16
+PLAIN = {"rule": [{"modules": "**", "all": "bf16"}]}
+MXFP8 = {"rule": [{"modules": "**", "kind": "experts", "all": "mxfp8"}]}
+HOPPER = {"rule": load_recipe("hopper").to_dict()["rule"][:1]}
+STOCHASTIC_DY = {
+    "rule": [
+        {**INKLING["rule"][0], "wgrad": {"dy": {"format": "mxfp8", "rounding": "stochastic"}, "x": "mxfp8"}}
+    ]
+}
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch):
+    """Products in BF16 and the fused passes, on this device."""
+    calls = []
+
+    def compute(*_args, **_named):
+        return BF16
+
+    class Counted(fused_experts.FusedExperts):
+        @staticmethod
+        def forward(ctx, *args):
+            calls.append(1)
+            return fused_experts.FusedExperts.forward(ctx, *args)
+
+    monkeypatch.setattr(fused_experts, "compute_dtype", compute)
+    monkeypatch.setattr(experts_module, "fits", lambda *_: True)
+    monkeypatch.setattr(experts_module, "FusedExperts", Counted)
+    yield
+    assert calls
+
+
+def bf16(args):
+    x, index, w, dy = args
+    return x.detach().to(BF16).requires_grad_(), index, w, dy.to(BF16)
+
+
+def both(recipe, args, keep="recompute", maker="ours"):
+    """(fused, plain): one module each, since operands are kept by step."""
+    fused = step(experts(recipe, maker, keep), *args)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(experts_module, "fits", lambda *_: False)
+        plain = step(experts(recipe, maker, keep), *args)
+    return fused, plain
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize("maker", ["ours", "qwen"])
+@pytest.mark.parametrize(
+    ("recipe", "decibels"),
+    [(PLAIN, 40), (MXFP8, 30), (INKLING, 25), (STOCHASTIC_DY, 25), (HOPPER, 25)],
+    ids=["bf16", "mxfp8", "inkling", "stochastic-dy", "hopper"],
+)
+def test_fused_passes_agree_with_the_plain_ones(recipe, decibels, maker, sqnr):
+    """Products rounded to BF16 move a few values over a rounding boundary; a wrong operand would show."""
+    args = bf16(inputs(T=75))
+    for a, b in zip(*both(recipe, args, maker=maker), strict=True):
+        assert a.dtype == b.dtype
+        assert sqnr(a.float(), b.float()) > decibels
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize("recipe", [PLAIN, MXFP8, INKLING], ids=["bf16", "mxfp8", "inkling"])
+def test_recomputing_gives_the_same_bits_as_keeping(recipe):
+    args = bf16(inputs())
+    kept, again = (step(experts(recipe, keep=keep), *args) for keep in ("activations", "recompute"))
+    assert all(torch.equal(a, b) for a, b in zip(kept, again, strict=True))
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_an_index_beyond_the_experts_adds_nothing(sqnr):
+    x, index, w, dy = bf16(inputs())
+    away = index.clone()
+    away[:, 1] = E
+    out, want = both(INKLING, (x, away, w, dy))
+    assert not out[2][:, 1].any()
+    assert all(sqnr(a.float(), b.float()) > 25 for a, b in zip(out, want, strict=True))
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize("frozen", ["gate_up_proj", "down_proj", "x", "weights"])
+def test_what_needs_no_gradient_gets_none_and_changes_nothing_else(frozen):
+    x, index, w, dy = bf16(inputs())
+    full = step(experts(), x, index, w, dy)
+    module = experts()
+    if frozen.endswith("proj"):
+        getattr(module, frozen).requires_grad_(False)
+    x = x.detach() if frozen == "x" else x
+    w = w.detach() if frozen == "weights" else w
+    part = step(module, x, index, w, dy)
+    assert sum(a is None for a in part) == 1
+    assert all(a is None or torch.equal(a, b) for a, b in zip(part, full, strict=True))
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_only_codes_and_routing_are_kept(saved_tensors):
+    module, (x, index, w, _) = experts(), bf16(inputs(T=512))
+    _, kept = saved_tensors(lambda: module(x, index, w))
+    parameters = {p.data_ptr() for p in module.parameters()}
+    total = sum(t.nbytes for t in kept if t.data_ptr() not in parameters and t.numel() > 4)
+    R, hidden, width = 1024, 64, 32
+    codes = 512 * (hidden * 4.5 / 8 + 4) + R * (width * 4.5 / 8 + 4)
+    assert total == codes + 4 * R + 4 * R + 4 * R  # order, routing weight and scale of the rows
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_the_compiler_sees_one_graph_with_the_bits_of_eager():
+    torch._dynamo.reset()
+    module, args = experts(), bf16(inputs(T=40))
+    plain = step(module, *args)
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+    for t in (args[0], args[2], *module.parameters()):
+        t.grad = None
+    y = compiled(*args[:3])
+    y.backward(args[3])
+    got = [y.detach(), *(t.grad for t in (args[0], args[2], *module.parameters()))]
+    assert all(torch.equal(a, b) for a, b in zip(got, plain, strict=True))
+    torch._dynamo.reset()
