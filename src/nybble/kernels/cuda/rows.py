@@ -260,8 +260,8 @@ def quantize_rows(
         finish_units(
             raws, m, start, start < units, row, e_row, row_bad, outer_amax, s_enc, s_dec,
             codes_ptr, scales_ptr, values_ptr, place_ptr, key, columns, value_stride, code_stride,
-            scale_stride, units, tag, E2M1, ELEMENT_MAX, SCALE, BLOCK_UNITS, OUTER_MAX, OVER_SIX, STOCHASTIC, CODES, VALUES, COPIES,
-            IN_BF16, OUT_BF16, ALIGNED, 0, N, CHUNKS, ASM,
+            scale_stride, units, tag, E2M1, ELEMENT_MAX, SCALE, BLOCK_UNITS, OUTER_MAX, OVER_SIX, STOCHASTIC,
+            CODES, VALUES, COPIES, IN_BF16, OUT_BF16, ALIGNED, 0, N, CHUNKS, ASM,
         )  # fmt: skip
     else:
         for i in range(LOOPS):
@@ -274,8 +274,8 @@ def quantize_rows(
             finish_units(
                 more, mm, u, u < units, row, e_row, row_bad, outer_amax, s_enc, s_dec,
                 codes_ptr, scales_ptr, values_ptr, place_ptr, key, columns, value_stride, code_stride,
-                scale_stride, units, tag, E2M1, ELEMENT_MAX, SCALE, BLOCK_UNITS, OUTER_MAX, OVER_SIX, STOCHASTIC, CODES, VALUES, COPIES,
-                IN_BF16, OUT_BF16, ALIGNED, 0, N, CHUNKS, ASM,
+                scale_stride, units, tag, E2M1, ELEMENT_MAX, SCALE, BLOCK_UNITS, OUTER_MAX, OVER_SIX, STOCHASTIC,
+                CODES, VALUES, COPIES, IN_BF16, OUT_BF16, ALIGNED, 0, N, CHUNKS, ASM,
             )  # fmt: skip
 
 
