@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
@@ -136,21 +136,16 @@ def _answer(task: Task) -> None:
 
 
 def run_all(tasks: list[Task], jobs: int) -> None:
-    """Makes the runs, `jobs` at a time, each group in a process of its own; one alone in this process."""
+    """Makes the runs, `jobs` at a time, each in a process other than this one; in this one if jobs is 1."""
     if jobs == 1:
         for number, task in enumerate(tasks, start=1):
             print(f"[{number}/{len(tasks)}] {run(task)}", flush=True)
         return
     with ProcessPoolExecutor(min(jobs, len(tasks)), mp_context=get_context("spawn")) as pool:
-        waiting = {pool.submit(run, task) for task in tasks}
-        number = 0
-        while waiting:
-            done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
-            for future in done:
-                try:
-                    line = future.result()
-                except BaseException:
-                    pool.shutdown(wait=False, cancel_futures=True)
-                    raise
-                number += 1
-                print(f"[{number}/{len(tasks)}] {line}", flush=True)
+        made = as_completed([pool.submit(run, task) for task in tasks])
+        try:
+            for number, future in enumerate(made, start=1):
+                print(f"[{number}/{len(tasks)}] {future.result()}", flush=True)
+        except BaseException:
+            pool.shutdown(wait=True, cancel_futures=True)  # those that run save, the others do not begin
+            raise

@@ -6,14 +6,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nybble.formats import blocks, eden, grouped, reference
+from nybble.formats import blocks, eden, grouped
 from nybble.formats import outer as outer_scale
 from nybble.kernels.cpu.bits import F32, U32, U64
 from nybble.kernels.cpu.blocks import block_count, multiply, overwrite_bad, pack, raise_peaks
 from nybble.kernels.cpu.draws import fill_draws
 from nybble.kernels.cpu.elements import E2M1, E4M3, nearest_codes, nearest_values, stochastic_codes
 from nybble.kernels.cpu.jit import kernel
-from nybble.kernels.cpu.job import Job, key_words
+from nybble.kernels.cpu.job import Job, key_words, outer_amax, rows_of
 from nybble.kernels.cpu.scales import NAN_E4M3, e4m3_scales
 from nybble.kernels.cpu.source import flat
 from nybble.kernels.cpu.threads import split
@@ -31,8 +31,9 @@ def quantize(job: Job, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     if job.offs is not None:
         x = grouped.zero_outside(x, job.offs)
         where = grouped.packing(fmt, job.offs, x.shape[0]) if down else None
-    finite = torch.where(torch.isfinite(x), x, 0.0)
-    amax = reference.measured(fmt, finite, job.axis, job.rounding, job.outer, job.offs)
+    amax = eden.outer_amax(outer_amax(job, rows_of(x)))
+    if fmt.outer_pow2:
+        amax = outer_scale.power_of_two(fmt, amax)
     values = grouped.pack_columns(x, where) if where is not None else x.transpose(-1, -2) if down else x
     stored = values.shape
     codes = torch.zeros(blocks.code_shape(fmt, stored), dtype=torch.uint8)

@@ -103,6 +103,26 @@ def to_codes(job: Job, x: Rows, source: Source) -> tuple[Tensor, Tensor, Tensor]
     return codes, scales, amax
 
 
+def outer_amax(job: Job, x: Rows) -> Tensor:
+    """The outer amax of the finite values of x, as `reference.measured` gives it to nearest rounding."""
+    groups = None if job.offs is None else job.offs.shape[0]
+    shape = blocks.amax_shape(job.fmt, job.shape, job.axis, job.outer, groups)
+    amax = torch.zeros(shape, dtype=torch.float32)
+    _measure(x, _tiles(job), job.shape[-1], job.outer == "row" and job.axis == -2, amax)
+    return amax
+
+
+def _tiles(job: Job) -> layout.Tiles:
+    """The rows of a call that share scales, see `layout.py`."""
+    fmt, down = job.fmt, job.axis == -2
+    rows = job.shape[-2] if len(job.shape) > 1 else 1
+    tile_rows = fmt.block_rows if fmt.square or not down else blocks.cols_of(fmt, rows)
+    outer = job.outer if fmt.two_level else "tensor"
+    if job.offs is None:
+        return layout.plain(math.prod(job.shape[:-2]), rows, tile_rows, outer, down, job.shape[-1])
+    return layout.grouped(job.offs, rows, tile_rows, outer, down)
+
+
 def _run(
     job: Job,
     x: Rows,
@@ -114,14 +134,10 @@ def _run(
 ) -> Tensor:
     """Quantise x into `values`, or into `codes` and `scales`; return the outer amax."""
     fmt, down, columns = job.fmt, job.axis == -2, job.shape[-1]
-    leads = math.prod(job.shape[:-2])
     rows = job.shape[-2] if len(job.shape) > 1 else 1
     tile_rows = fmt.block_rows if fmt.square or not down else blocks.cols_of(fmt, rows)
     outer = job.outer if fmt.two_level else "tensor"
-    if job.offs is None:
-        tiles = layout.plain(leads, rows, tile_rows, outer, down, columns)
-    else:
-        tiles = layout.grouped(job.offs, rows, tile_rows, outer, down)
+    tiles = _tiles(job)
     groups = None if job.offs is None else job.offs.shape[0]
     amax = torch.zeros(blocks.amax_shape(fmt, job.shape, job.axis, job.outer, groups), dtype=torch.float32)
     fused = fmt.two_level and outer == "row" and not down
