@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: demo test lint install clean
+.PHONY: demo demo-rl test lint install clean
 
 install: $(STAMP)
 
@@ -18,6 +18,12 @@ demo: $(STAMP)
 	$(BIN)/nybble pretrain tiny --recipe inkling --data data/sotu --out runs/demo --overwrite
 	$(BIN)/nybble sample runs/demo --prompt "The state of the Union is"
 	@echo "loss curve: runs/demo/plots/loss.png    precision table: runs/demo/precision.txt"
+
+demo-rl: $(STAMP)
+	$(BIN)/nybble sft nano --task arithmetic --level 2 --steps 260 --lr 3e-3 --out runs/demo-sft --overwrite
+	$(BIN)/nybble rl runs/demo-sft --task arithmetic --level 2 --prompts 32 --group 8 --rows 256 --max-new-tokens 14 \
+		--steps 60 --lr 1e-3 --out runs/demo-rl --overwrite
+	@echo "reward, mismatch, entropy and length: runs/demo-rl/plots/rl.png"
 
 lint: $(STAMP)
 	$(BIN)/ruff check src tests benchmarks

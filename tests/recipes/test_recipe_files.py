@@ -133,3 +133,38 @@ def test_shorthands_set_the_operands_of_a_gemm_or_all():
     assert [operand.text() for _, operand in rule.operands] == [
         "nvfp4:row", "nvfp4:matrix", "mxfp8", "mxfp8", "bf16", "mxfp8",
     ]  # fmt: skip
+
+
+def test_stages_of_reinforcement_learning_add_rules_of_their_own(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text(
+        '[[rule]]\nmodules = "**"\nall = "mxfp8"\n\n'
+        '[[rl.sample.rule]]\nmodules = "**"\nfprop = "nvfp4"\n\n'
+        '[[rl.train.rule]]\nmodules = "**.experts"\ndgrad = "bf16"\n'
+    )
+    recipe = load_recipe(path)
+    assert load_recipe(recipe.to_dict()) == recipe
+    assert [len(recipe.stage(name).rules) for name in ("sample", "train")] == [2, 2]
+    assert recipe.stage("sample").rules[1].where == f"{path}:5"
+    plain = load_recipe("inkling")
+    assert plain.stage("sample") == plain.stage("train") == plain, "one forward pass unless a recipe says so"
+    assert recipe.hash() != load_recipe({**recipe.to_dict(), "rl": {}}).hash()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "[[rl.sampler.rule]]\nmodules = '**'\nall = 'bf16'",
+            "unknown key 'sampler' of .rl.; did you mean 'sample'",
+        ),
+        ("[rl]\nsample = 3", "stages are written as"),
+        ("[rl.sample]\nrules = 3", "unknown key 'rules'"),
+        ("[[rl.train.rule]]\nmodules = '**'\nall = 'bf15'", ":3: .*bf15"),
+    ],
+)
+def test_mistakes_in_stages_are_named(text, message, tmp_path):
+    path = tmp_path / "wrong.toml"
+    path.write_text(text)
+    with pytest.raises(RecipeError, match=message):
+        load_recipe(path)

@@ -27,9 +27,10 @@ PARAMS = SamplingParams(max_new_tokens=24, seed=3)
 STOP = frozenset({1, 7, 20})
 
 
-def policy_model(recipe: Any) -> Inkling2ForCausalLM:
+def policy_model(recipe: Any, device: str = "cpu") -> Inkling2ForCausalLM:
     """Three layers whose weights are all random and large: logits far apart, log scaling in force."""
     model = random_model(hidden_size=64, head_dim=16, swa_head_dim=16, log_scaling_n_floor=8)
+    model.to(device)
     convert(model, recipe)
     set_step(model, 0)
     return model

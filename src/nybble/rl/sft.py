@@ -166,7 +166,7 @@ def fine_tune(config: SFTConfig, *, resume: bool = False, overwrite: bool = Fals
             "tokenizer": tokenizer.sha256[:12],
             "task": dataclasses.asdict(config.task),
         },
-        export=partial(_save_model, trained=trained),
+        export=partial(_save_model, trained=trained, steps=config.schedule.steps),
         device=device,
     )
     try:
@@ -220,6 +220,7 @@ def starting_model(config: SFTConfig, device: torch.device) -> TrainedModel:
     return TrainedModel(model, tokenizer, recipe, convert(model, recipe, steps=config.schedule.steps))
 
 
-def _save_model(model: nn.Module, checkpoint: Path, *, trained: TrainedModel) -> None:
+def _save_model(model: nn.Module, checkpoint: Path, *, trained: TrainedModel, steps: int) -> None:
     assert model is trained.model
-    save_model(checkpoint / "model", trained.model, trained.tokenizer, trained.recipe)
+    recipe = trained.recipe.at(trained.report.state.step, steps)
+    save_model(checkpoint / "model", trained.model, trained.tokenizer, recipe)

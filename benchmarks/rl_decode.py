@@ -1,0 +1,77 @@
+"""Speed of sampling, and bytes of the expert weights that it reads, by recipe and by what is kept of weights.
+
+    python benchmarks/rl_decode.py --preset small --rows 64 --tokens 64
+
+Random weights; all rows run to the last token, so a step decodes `rows` tokens. `codes` keeps experts at 4.5
+bits a value and brings them back in each step (the plain path: no kernel multiplies codes); `values`
+keeps what the product reads. Prints the median of the rounds, and bytes of the kept expert operands of all
+layers against those of BF16.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from dataclasses import replace
+
+import torch
+
+from nybble.layers import Experts, convert, set_step
+from nybble.layers.operand import Codes
+from nybble.models import Inkling2ForCausalLM, presets
+from nybble.recipes import load_recipe
+from nybble.rl.sampler import Request, SamplingParams, sample
+
+CASES = (("bf16", "values"), ("inkling", "values"), ("inkling", "codes"))
+
+
+def kept_bytes(model: torch.nn.Module) -> int:
+    """Bytes of the operands that the expert modules hold between passes."""
+    total = 0
+    for module in model.modules():
+        if not isinstance(module, Experts):
+            continue
+        for cache in module.weight_caches:
+            for held in cache.kept.values():
+                parts = held if isinstance(held, Codes) else (held.values, held.amax)
+                total += sum(part.nbytes for part in parts)
+    return total
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--preset", default="small")
+    parser.add_argument("--rows", type=int, default=64)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--prompt", type=int, default=32)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--invariant", action="store_true", help="in the batch-invariant mode")
+    chosen = parser.parse_args()
+    torch.manual_seed(0)
+    model = Inkling2ForCausalLM(presets.get(chosen.preset).model_config()).to(chosen.device)
+    experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
+    prompt = tuple(range(1, chosen.prompt + 1))
+    requests = [Request(prompt=prompt, problem=i, sample=0) for i in range(chosen.rows)]
+    params = SamplingParams(max_new_tokens=chosen.tokens)
+    print(f"{chosen.preset}, {chosen.rows} rows, {chosen.tokens} new tokens, {chosen.device}")
+    for recipe, kept in CASES:
+        convert(model, replace(load_recipe(recipe), cache=kept))
+        seconds = []
+        for number in range(chosen.rounds + 1):  # the first compiles and fills the caches
+            set_step(model, 0, number)
+            torch.cuda.synchronize() if chosen.device == "cuda" else None
+            started = time.perf_counter()
+            sample(model, requests, params, frozenset(), invariant=chosen.invariant)
+            seconds.append(time.perf_counter() - started)
+        speed = chosen.rows * chosen.tokens / statistics.median(seconds[1:])
+        share = kept_bytes(model) / (2 * experts)
+        print(
+            f"{recipe:8} {kept:6} {speed:10.0f} tokens/s   expert operands {share:.3f} of BF16's bytes",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()

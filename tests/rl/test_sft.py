@@ -1,0 +1,91 @@
+"""Fine-tuning learns solutions, and only those; a run resumes; what cannot work is named."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from rl_cases import rows, tiny_folder
+
+from nybble.checkpoints.hub import load_model
+from nybble.cli import main
+from nybble.data.tokenizer import SMALLEST_VOCAB, train_tokenizer
+from nybble.errors import ConfigError, DataError
+from nybble.pretrain.config import (
+    BatchConfig,
+    CheckpointConfig,
+    OptimiserConfig,
+    ScheduleConfig,
+    ValidationConfig,
+)
+from nybble.rl.problems import Problems, held_out
+from nybble.rl.sft import SFTConfig, SolvedProblems, fine_tune
+from nybble.rl.tasks import TaskConfig, find_task
+
+
+def config(model: str, out: Path, steps: int = 4) -> SFTConfig:
+    return SFTConfig(
+        model=model,
+        out=out,
+        device="cpu",
+        batch=BatchConfig(batch=2, sequence=40, mask_documents=True),
+        schedule=ScheduleConfig(steps=steps, warmup=0, decay=0.0),
+        optimiser=OptimiserConfig(lr=1e-2),
+        validation=ValidationConfig(val_every=0, val_batches=1),
+        checkpoint=CheckpointConfig(save_every=2),
+    )
+
+
+def test_solutions_are_learned_and_a_run_goes_on_where_it_was(tmp_path: Path) -> None:
+    model = str(tiny_folder(tmp_path / "model"))
+    assert fine_tune(config(model, tmp_path / "whole")) == 0
+    losses = [row["loss"] for row in rows(tmp_path / "whole")]
+    assert losses[-1] < losses[0] - 0.5
+    part = config(model, tmp_path / "parts")
+    assert fine_tune(replace(part, schedule=replace(part.schedule, steps=2))) == 0
+    assert fine_tune(part, resume=True) == 0
+    assert [row["loss"] for row in rows(tmp_path / "parts")] == losses
+    assert load_model(tmp_path / "whole").recipe.name == "inkling"
+
+
+def test_only_solutions_are_targets_and_held_out_prompts_are_not_seen() -> None:
+    tokenizer = train_tokenizer([], SMALLEST_VOCAB)
+    problems = Problems(find_task(TaskConfig(task="arithmetic", level=3)), tokenizer, 100)
+    data = SolvedProblems(problems, tokenizer, BatchConfig(batch=3, sequence=64, mask_documents=True))
+    batch = next(data)
+    for ids, labels, docs in zip(batch["input_ids"], batch["labels"], batch["doc_ids"], strict=True):
+        assert docs.max() >= 2, "packed"
+        for document in range(int(docs.max()) + 1):
+            mine = docs == document
+            line = tokenizer.decode(ids[mine].tolist())
+            answer = labels[mine]
+            prompt = line[: line.index("\n") + 1]
+            assert not held_out(prompt)
+            text = tokenizer.decode(answer[answer != -100].tolist(), skip_special_tokens=True)
+            assert line == prompt + text, "the last target is the end token, which is no input"
+            assert answer[answer != -100][-1] == tokenizer.eot_id
+        assert (labels[docs == -1] == -100).all()
+    position = data.state_dict()
+    after = next(data)
+    data.load_state_dict(position)
+    assert all(torch.equal(after[name], again) for name, again in next(data).items())
+
+
+def test_what_cannot_work_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = str(tiny_folder(tmp_path / "model"))
+    short = replace(config(model, tmp_path / "run"), batch=BatchConfig(batch=1, sequence=12))
+    with pytest.raises(DataError, match="raise --sequence, which is 12"):
+        fine_tune(short)
+    gym = replace(config(model, tmp_path / "run"), task=TaskConfig(task="rl_cases:Troubled"))
+    with pytest.raises(ConfigError, match="name a run, a folder with a model, or a preset: nano"):
+        fine_tune(replace(gym, model=""))
+    assert not (tmp_path / "run").exists()
+    for words, message in [
+        (["rl", "--resume", "--out", str(tmp_path / "none")], "holds no run to resume"),
+        (["rl", str(tmp_path / "none")], "does not exist"),
+        (["rl", model, "--task", "arithmetik"], "did you mean arithmetic"),
+        (["sft", "nano", "--level", "0"], "level is 0"),
+        (["rl", model, "--sample-only", "--rollouts", "x"], "trains without sampling"),
+    ]:
+        assert main(words) == 1
+        assert message in capsys.readouterr().err
