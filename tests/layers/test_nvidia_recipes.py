@@ -9,7 +9,7 @@ from torch import nn
 from nybble.formats import get, ops, reference
 from nybble.formats.outer import decode_scale
 from nybble.layers import convert, set_step
-from nybble.recipes import load_recipe
+from nybble.recipes import Recipe, load_recipe
 
 SEED, STEP = 5, 7
 TRANSFORMED = {"rule": [{"modules": "**", "wgrad": {
@@ -135,6 +135,17 @@ def test_a_mean_that_dwarfs_the_rest_costs_no_precision_once_it_is_subtracted():
         errors[flag] = ((y - truth).norm() / truth.norm(), (dw - dy.t() @ x).norm() / (dy.t() @ x).norm())
     assert errors[True][0] < 0.02
     assert all(centred < 0.2 * plain for centred, plain in zip(errors[True], errors[False], strict=True))
+
+
+@pytest.mark.parametrize("recipe", ["nvidia", QUARTET, {"rule": [
+    {"modules": "**", "fprop": {"x": {"format": "nvfp4", "subtract_mean": True}},
+     "wgrad": {"x": {"format": "nvfp4", "subtract_mean": True}}}]}])  # fmt: skip
+def test_no_tokens_give_a_gradient_of_zero(recipe):
+    recipe = load_recipe(recipe)
+    model = nn.Sequential(nn.Linear(64, 96))
+    convert(model, Recipe(name="all", rules=recipe.rules[:1]))
+    model(torch.zeros(0, 64)).sum().backward()
+    assert not model[0].weight.grad.any()
 
 
 @pytest.mark.parametrize("recipe", ["nvidia", "nvidia-4over6", "quartet2", "nvfp4-all-naive"])

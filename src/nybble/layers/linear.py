@@ -104,7 +104,7 @@ class _Linear(torch.autograd.Function):
         mean = shift = None
         if fprop.x.subtract_mean:
             # x @ W.T = (x - 1 mean) @ W.T + 1 (W mean).T, the second part in FP32 (arXiv 2603.10444).
-            mean = x.mean(0, dtype=torch.float32)
+            mean = x.sum(0, dtype=torch.float32) / max(x.shape[0], 1)
             shift = torch.mv(weight.float(), mean)
             x = x.float() - mean
         (values, amax), saved = kept.keep(
