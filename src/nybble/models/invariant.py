@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from nybble.errors import NybbleError
 from nybble.models.cpu import exact
 
 aten = torch.ops.aten
@@ -81,9 +82,16 @@ def _bmm(a: Tensor, b: Tensor) -> Tensor:
     return out.to(a.dtype)
 
 
-def _grouped_rows(a: Tensor, w: Tensor, offs: Tensor, transpose: bool) -> Tensor:
-    """See `layers.gemm`: each expert's rows of a [R, C] times its own matrix."""
-    w = w.transpose(-2, -1) if transpose else w
+def _grouped_rows(a: Tensor, w: Tensor, offs: Tensor, transpose: bool, clear: bool = True) -> Tensor:
+    """See `layers.gemm`: each expert's rows of a [R, C] times its own matrix; rows of none give zeros."""
+    del clear
+    return _grouped_mm(a, w.transpose(-2, -1) if transpose else w, offs)
+
+
+def _grouped_mm(a: Tensor, w: Tensor, offs: Tensor, *rest: Any, **named: Any) -> Tensor:
+    """a [R, C], rows sorted by expert, times w [E, C, N]."""
+    if any(value is not None for value in (*rest, *named.values())) or w.dim() != 3:
+        raise NybbleError("the batch-invariant mode knows grouped products of rows with matrices alone")
     if a.device.type != "cpu":
         from nybble.kernels.cuda import invariant
 
@@ -161,6 +169,7 @@ _tanh, _tanh_ = _elementwise(exact.tanh, aten.tanh.default)
 _log, _log_ = _elementwise(exact.log, aten.log.default)
 
 _RULES: dict[Any, Rule] = {
+    aten._grouped_mm.default: _grouped_mm,
     aten.mm.default: _mm,
     aten.mm.out: _mm,
     aten.mm.dtype: _mm,
