@@ -25,8 +25,8 @@ def fails(capsys: pytest.CaptureFixture[str], words: str, status: int = 1) -> st
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("pretrain", "name the model to train: nano, tiny, small"),
-        ("pretrain tinny", "unknown preset 'tinny'; the presets are nano, tiny, small"),
+        ("pretrain", "name the model to train: nano, tiny, mini, small"),
+        ("pretrain tinny", "unknown preset 'tinny'; the presets are nano, tiny, mini, small"),
         (
             "pretrain tiny --data {tmp}/absent",
             "absent is not a prepared dataset (no dataset.json): run `nybble prepare`",

@@ -20,8 +20,9 @@ def _sizes(name: str) -> tuple[int, int]:
 
 
 def test_sizes_are_as_described() -> None:
-    assert presets.names() == ["nano", "tiny", "small", "inkling-2-small"]
+    assert presets.names() == ["nano", "tiny", "mini", "small", "inkling-2-small"]
     assert 5e6 < _sizes("tiny")[0] < 20e6
+    assert 40e6 < _sizes("mini")[0] < 70e6
     count, active = _sizes("small")
     assert 280e6 < count < 340e6
     assert 50e6 < active < 70e6
@@ -49,7 +50,7 @@ def test_shapes_suit_every_format(name: str) -> None:
 def test_fields_can_be_changed_and_unknown_names_list_the_known() -> None:
     assert presets.get("tiny").model_config(vocab_size=8192).vocab_size == 8192
     with pytest.raises(
-        NybbleError, match="unknown preset 'huge'; the presets are nano, tiny, small, inkling-2-small"
+        NybbleError, match="unknown preset 'huge'; the presets are nano, tiny, mini, small, inkling-2-small"
     ):
         presets.get("huge")
 
