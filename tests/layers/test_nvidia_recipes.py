@@ -165,3 +165,23 @@ def test_nvidia_keeps_the_first_and_last_blocks_by_fraction():
     """2 and 8 of 62, and at least one of either in a small model."""
     first, last = (rule.layers for rule in load_recipe("nvidia").rules[1:3])
     assert [(first.size(n), last.size(n)) for n in (62, 31, 12, 6)] == [(2, 8), (1, 4), (1, 2), (1, 1)]
+
+
+def test_experts_and_copies_of_them_change_with_the_schedule(make_model):
+    """What a layer computes with after the switch is what it would have without one."""
+    rules = [
+        {"modules": "**.experts", "fprop": "nvfp4"},
+        {"modules": "**.experts", "fprop": "mxfp8", "after": 4},
+    ]
+    ids = torch.randint(0, 128, (1, 16))
+    scheduled, late = make_model("our-inkling2"), make_model("our-inkling2")
+    convert(scheduled, {"rule": rules})
+    convert(late, {"rule": [{"modules": "**.experts", "fprop": "mxfp8"}]})
+    scheduled = copy.deepcopy(scheduled)
+    losses = []
+    for step in (3, 4, 3):
+        for model in (scheduled, late):
+            set_step(model, step)
+            losses.append(model(ids, shift_labels=ids).loss.item())
+    assert losses[2] == losses[3]
+    assert losses[0] == losses[4] != losses[1]

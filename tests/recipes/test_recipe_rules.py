@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from nybble import recipes
 from nybble.errors import RecipeError
 from nybble.recipes import Layers, load_recipe, resolve
 from nybble.recipes.rule import match
@@ -254,3 +255,53 @@ def test_a_share_of_unknown_steps_says_what_to_do():
 def test_a_wrong_moment_names_the_choices(after):
     with pytest.raises(RecipeError, match="a step, a whole number of at least 1, or a share"):
         load_recipe({"rule": [{"modules": "**", "all": "bf16", "after": after}]})
+
+
+NVIDIA = (Path(recipes.__file__).parent / "nvidia.toml").read_text(encoding="utf-8")
+FULL = (
+    "nvfp4",
+    "nvfp4-16x16:matrix",
+    "nvfp4~",
+    "nvfp4-16x16:matrix<",
+    "nvfp4:matrix~+h16",
+    "nvfp4:matrix+h16",
+)
+
+
+def nvidia_cells(text, tmp_path, layer=3):
+    file = tmp_path / "mine.toml"
+    file.write_text(text, encoding="utf-8")
+    return resolve(load_recipe(file), Model(6), steps=100).row(f"layers.{layer}.q_proj").gemms.texts()
+
+
+def test_nvidia_says_what_its_paper_says(tmp_path):
+    assert nvidia_cells(NVIDIA, tmp_path) == FULL
+    assert nvidia_cells(NVIDIA, tmp_path, layer=0) == ("bf16",) * 6
+    assert nvidia_cells(NVIDIA, tmp_path, layer=5) == ("bf16",) * 6
+
+
+@pytest.mark.parametrize(
+    ("part", "without", "changed"),
+    [
+        (", hadamard = 16", "", {4: "nvfp4:matrix~", 5: "nvfp4:matrix"}),
+        (', rounding = "stochastic"', "", {2: "nvfp4", 4: "nvfp4:matrix+h16"}),
+        ('w = "nvfp4-16x16"', 'w = "nvfp4"', {1: "nvfp4:matrix"}),
+        (', source = "forward"', "", {3: "nvfp4-16x16:matrix"}),
+        ('outer = "tensor"', 'outer = "row"', {0: "nvfp4:row", 2: "nvfp4:row~"}),
+    ],
+)
+def test_each_part_of_nvidia_is_switched_off_by_a_line(part, without, changed, tmp_path):
+    assert part in NVIDIA
+    cells = nvidia_cells(NVIDIA.replace(part, without), tmp_path)
+    assert cells == tuple(changed.get(i, cell) for i, cell in enumerate(FULL))
+
+
+def test_the_late_switch_of_nvidia_is_there_to_be_switched_on(tmp_path):
+    head, _, tail = NVIDIA.partition("On:\n")
+    file = tmp_path / "late.toml"
+    file.write_text(head.rpartition("\n# The paper ends")[0] + re.sub(r"(?m)^# ", "", tail), encoding="utf-8")
+    resolved = resolve(load_recipe(file), Model(6), steps=100)
+    ((start, rows),) = resolved.later
+    assert start == 82
+    late = {row.name: row.gemms.texts() for row in rows}["layers.3.q_proj"]
+    assert late == ("bf16", "bf16", *FULL[2:])
