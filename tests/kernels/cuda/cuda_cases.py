@@ -79,3 +79,21 @@ def requantized(x: Tensor, format: str, outer: str, to: str, rounding: dict[str,
     op = "fake_requantize" if "dtype" in named else "requantize"
     args = (codes, scales, amax, format, -1, outer, list(x.shape), to, -2)
     return Call(op=op, args=args, named={**rounding, **named})
+
+
+def transform_cases(rows: int, cols: int) -> list[tuple[Any, ...]]:
+    """Arguments of the Hadamard transform: both axes, sizes and kinds of signs, groups, matrices, strides."""
+    x, f = hostile(rows, cols), hostile(rows, cols, torch.float32)
+    offs = torch.tensor([0, 1, rows // 3, rows // 3, rows - 2], dtype=torch.int32)
+    return [
+        (x, -1, 16),
+        (f, -2, 16, KEY, 3, 68),
+        (f, -1, 128, KEY, 3, 66),
+        (x, -2, 64),
+        (x, -2, 16, None, 0, 0, offs),
+        (f, -2, 128, KEY, 1, 76, offs),
+        (f.t(), -1, 32),
+        (torch.stack([x, x * 2]), -2, 16),
+        (x[0], -1, 16),
+        (x[:0], -2, 16),
+    ]

@@ -8,12 +8,12 @@ from typing import Any
 
 import expert_cases
 import torch
-from cuda_cases import KEY, Call, hostile, requantized, same, stochastic
+from cuda_cases import KEY, Call, hostile, requantized, same, stochastic, transform_cases
 
 from nybble import formats
-from nybble.formats import reference
+from nybble.formats import hadamard, reference
 from nybble.kernels import expert_rows, messages
-from nybble.kernels.cuda import experts_front, front, launch_both, launch_messages
+from nybble.kernels.cuda import experts_front, front, launch_both, launch_hadamard, launch_messages
 
 ROWS = torch.tensor([5, 1000, 0, 77, 2, 3, 4])
 OFFS = torch.tensor([0, 3, 3, 6], dtype=torch.int32)
@@ -108,9 +108,18 @@ def expert_rows_differ() -> dict[int, Any]:
     return out
 
 
+def transforms_differ() -> list[int]:
+    cases = transform_cases(7, 40) + transform_cases(70, 24)
+    pairs = ((launch_hadamard.transform(*case), hadamard.transform(*case)) for case in cases)
+    return [i for i, (got, want) in enumerate(pairs) if not same(got, want)]
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     group = sys.argv[1]
+    if group == "hadamard":
+        print(transforms_differ())
+        sys.exit(bool(transforms_differ()))
     if group == "messages":
         print(messages_differ())
         sys.exit(bool(messages_differ()))

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from cuda_cases import KEY, ROWS_OFFS, Call, hostile, requantized, same, stochastic
+from cuda_cases import KEY, ROWS_OFFS, Call, hostile, requantized, same, stochastic, transform_cases
 
-from nybble.formats import ops, reference, table
+from nybble.formats import hadamard, ops, reference, table
 from nybble.kernels import can_run
 from nybble.kernels.cuda import launch_both
 
@@ -204,6 +204,13 @@ def test_more_elements_than_int32_counts():
         got_scales = scales[-tail:] if axis == -1 else scales[:, -tail // 32 :]
         assert same(got.cpu(), want)
         assert same(got_scales.cpu(), want_scales)
+
+
+def test_hadamard_transforms_equal_the_reference():
+    for rows, cols in ((7, 40), (515, 264)):
+        for case in transform_cases(rows, cols):
+            moved_case = [value.cuda() if isinstance(value, torch.Tensor) else value for value in case]
+            assert same(ops.hadamard(*moved_case).cpu(), hadamard.transform(*case))
 
 
 def test_kernels_serve_the_formats():

@@ -11,7 +11,9 @@ import pytest
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
 
 
-@pytest.mark.parametrize("group", ["nvfp4 rows", "other rows", "columns", "codes", "messages", "experts"])
+@pytest.mark.parametrize(
+    "group", ["nvfp4 rows", "other rows", "columns", "codes", "messages", "experts", "hadamard"]
+)
 def test_interpreted_kernels_equal_the_reference(group):
     run("interpreted.py", group)
 

@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from nybble.formats import ops, reference
-from nybble.formats.hadamard import transform
+from nybble.formats import hadamard, ops, reference
 from nybble.formats.table import Format
 from nybble.kernels import dispatch, expert_rows, fused
 from nybble.kernels.cuda import launch_both
@@ -48,11 +47,6 @@ def _served(specification: Any, front: str, name: str) -> Callable[..., Any]:
     return run
 
 
-def _hadamard(*arguments: Any, **named: Any) -> torch.Tensor:
-    dispatch.say_once("the Hadamard transform has no kernel")
-    return transform(*arguments, **named)
-
-
 def _both(x: torch.Tensor, *arguments: Any, **named: Any) -> Any:
     from nybble.kernels.cuda import reasons
 
@@ -71,5 +65,5 @@ def register() -> None:
         getattr(ops, name).register_kernel("cuda")(_served(reference, "front", name))
     for name in fused.NAMES:
         getattr(fused, name).register_kernel("cuda", _served(expert_rows, "experts_front", name))
-    ops.hadamard.register_kernel("cuda")(_hadamard)
+    ops.hadamard.register_kernel("cuda")(_served(hadamard, "launch_hadamard", "transform"))
     launch_both.fake_quantize_both.register_kernel("cuda")(_both)
