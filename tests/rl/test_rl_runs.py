@@ -139,7 +139,8 @@ def test_no_code_or_scale_of_older_weights_is_sampled_from(sampler: str, trainer
 
     def draw(update: int) -> list[object]:
         policy.begin_sampling(update)
-        return sample(policy.model, requests(6), PARAMS, STOP, invariant=True)
+        few = replace(PARAMS, max_new_tokens=3)
+        return sample(policy.model, requests(4), few, STOP, invariant=True)
 
     before = draw(0)
     policy.begin_training(0, 0)
@@ -157,7 +158,7 @@ def test_no_code_or_scale_of_older_weights_is_sampled_from(sampler: str, trainer
 def test_troubles_of_a_task_are_counted_and_nothing_is_lost(model: Path, tmp_path: Path) -> None:
     config = rl_config(model, tmp_path / "run", task=TaskConfig(task="rl_cases:Troubled"))
     config = replace(config, sampling=SamplingConfig(prompts=6, group=4, max_new_tokens=5))
-    config = replace(config, schedule=replace(config.schedule, steps=2))
+    config = replace(config, schedule=replace(config.schedule, steps=1))
     assert reinforce(config) == 0
     row = rows(tmp_path / "run")[0]
     assert row["prompts_skipped"] >= 2

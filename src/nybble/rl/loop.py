@@ -7,7 +7,7 @@ update: a run that was killed and resumed writes what it would have written.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
@@ -25,7 +25,8 @@ from nybble.rl.problems import Problems
 from nybble.rl.report import reward_row, step_line
 from nybble.rl.rollout import Rollout, groups
 from nybble.rl.sampler import SamplingParams
-from nybble.rl.update import Totals, Updater
+from nybble.rl.totals import Totals
+from nybble.rl.update import Updater
 
 Group = Sequence[Rollout]
 
@@ -44,7 +45,6 @@ class Run:
     updater: Updater
     given: Sequence[Group] | None = None
     """Groups of --rollouts, in place of sampling."""
-    finish_export: Callable[[], None] | None = None
 
 
 def train(run: Run, stop: StopRequest) -> list[dict[str, Any]]:

@@ -8,7 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from nybble import together
-from nybble.rl.update import Old, Totals
+from nybble.rl.totals import Totals
+from nybble.rl.update import Old
 
 
 @dataclass
