@@ -26,7 +26,6 @@ from nybble.rl.policy import Policy
 from nybble.rl.rollout import Rollout
 from nybble.rl.totals import Totals
 
-
 Old = dict[str, list[float]]
 """ln p of the tokens of each completion at the start of a step, by its name."""
 
