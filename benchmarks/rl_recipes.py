@@ -66,9 +66,7 @@ def main() -> None:
         names = [(name, seed) for seed in range(chosen.seeds) for name in CASES]
         found = dict(zip(names, pool.map(lambda job: run(*job), names), strict=True))
     runs = {name: [metrics.read(found[name, s]) for s in range(chosen.seeds)] for name in CASES}
-    print(
-        "| recipe | reward of the first step | of the last 5, by seed | mean | held out, greedy | k3 | largest ratio |"
-    )
+    print("| recipe | first step | last 5, by seed | mean | held out, greedy | k3 | largest ratio |")
     print("|---|---|---|---|---|---|---|")
     for name, seeds in runs.items():
         ends = [fmean(row["reward"] for row in rows[-LAST:]) for rows in seeds]
