@@ -113,7 +113,7 @@ def test_short_convolution(length: int, packed: bool) -> None:
     from nybble.models.conv import _CausalConv
 
     _agree(
-        lambda x, taps: _CausalConv.apply(x, taps, None, *same),
+        lambda x, taps: _CausalConv.apply(x, taps, None, False, *same),
         naive,
         torch.randn(2, length, 20),
         torch.randn(4, 20),
@@ -173,8 +173,8 @@ def test_sums_do_not_depend_on_the_number_of_threads() -> None:
     results = []
     for threads in (1, 2, 5):
         torch.set_num_threads(threads)
-        results.append(conv.backward(dy, x, taps, ()))
-    for dx, dtaps in results[1:]:
+        results.append(conv.backward(dy, x, taps, None, (), False))
+    for dx, dtaps, _ in results[1:]:
         assert torch.equal(dx, results[0][0])
         assert torch.equal(dtaps, results[0][1])
 

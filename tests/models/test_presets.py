@@ -6,12 +6,13 @@ import torch
 from nybble.errors import NybbleError
 from nybble.models import Inkling2ForCausalLM, presets
 
+INKLINGS = ["nano", "tiny", "mini", "small", "inkling-2-small"]
+
 
 def _sizes(name: str) -> tuple[int, int]:
     """All parameters, and those that a token is multiplied with: not the embedding."""
     config = presets.get(name).model_config()
-    with torch.device("meta"):
-        model = Inkling2ForCausalLM(config)
+    model = presets.get(name).meta_model()
     count = sum(p.numel() for p in model.parameters())
     experts = sum(p.numel() for n, p in model.named_parameters() if ".experts." in n)
     embedding = config.vocab_size * config.hidden_size
@@ -20,37 +21,44 @@ def _sizes(name: str) -> tuple[int, int]:
 
 
 def test_sizes_are_as_described() -> None:
-    assert presets.names() == ["nano", "tiny", "mini", "small", "inkling-2-small"]
+    inklings, hybrids = INKLINGS, ["hybrid-tiny", "hybrid-small", "nemotron-nano-12b-v2"]
+    assert presets.names() == [*inklings, *hybrids]
     assert 5e6 < _sizes("tiny")[0] < 20e6
     assert 40e6 < _sizes("mini")[0] < 70e6
     count, active = _sizes("small")
     assert 280e6 < count < 340e6
     assert 50e6 < active < 70e6
+    assert 5e6 < _sizes("hybrid-tiny")[0] < 20e6
+    assert 80e6 < _sizes("hybrid-small")[0] < 100e6
 
 
 @pytest.mark.parametrize("name", presets.names())
 def test_shapes_suit_every_format(name: str) -> None:
     preset = presets.get(name)
-    config = preset.model_config()
-    with torch.device("meta"):
-        model = Inkling2ForCausalLM(config)
+    config, model = preset.model_config(), preset.meta_model()
+    whole = (".experts.",) if name in INKLINGS else ("_proj.weight",)
     for parameter_name, parameter in model.named_parameters():
-        if ".experts." in parameter_name:
-            assert parameter.shape[-1] % 32 == 0
-            assert parameter.shape[-2] % 32 == 0
-    assert config.num_hidden_layers % 6 == 0, "the last sixth must be whole layers"
-    assert config.layer_types[5::6] == ["hybrid"] * (config.num_hidden_layers // 6)
-    assert preset.vocabulary == config.unpadded_vocab_size
+        if any(part in parameter_name for part in whole):
+            assert parameter.shape[-1] % 32 == 0, parameter_name
+            assert parameter.shape[-2] % 32 == 0, parameter_name
+    assert preset.vocabulary == model.vocabulary
     assert preset.sequence <= config.max_position_embeddings
     assert preset.batch > 0
     assert preset.steps > 0
     assert 0 < preset.learning_rate < 0.1
 
 
+@pytest.mark.parametrize("name", INKLINGS)
+def test_layers_are_in_whole_sixths(name: str) -> None:
+    config = presets.get(name).model_config()
+    assert config.num_hidden_layers % 6 == 0, "the last sixth must be whole layers"
+    assert config.layer_types[5::6] == ["hybrid"] * (config.num_hidden_layers // 6)
+
+
 def test_fields_can_be_changed_and_unknown_names_list_the_known() -> None:
     assert presets.get("tiny").model_config(vocab_size=8192).vocab_size == 8192
     with pytest.raises(
-        NybbleError, match="unknown preset 'huge'; the presets are nano, tiny, mini, small, inkling-2-small"
+        NybbleError, match="unknown preset 'huge'; the presets are nano, tiny, mini, small, inkling-2-small, "
     ):
         presets.get("huge")
 

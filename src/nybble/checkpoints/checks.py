@@ -240,7 +240,7 @@ def _lists(
         if any(hit(module, entry) for entry in ignore):
             yield "ignore-list", module, "is quantised, and the ignore list names it"
     for module in sorted(plain):
-        embedding = module.rpartition(".")[2] in ("embed_tokens", "embed", "wte")
+        embedding = module.rpartition(".")[2] in ("embed_tokens", "embeddings", "embed", "wte")
         if not embedding and not any(hit(module, entry) for entry in ignore):
             yield "ignore-list", module, "is in high precision, and the ignore list does not name it"
 

@@ -24,7 +24,8 @@ from nybble.checkpoints.store import latest
 from nybble.data import TextTokenizer, load_tokenizer
 from nybble.errors import CheckpointError
 from nybble.layers import Report, convert
-from nybble.models import Inkling2ForCausalLM
+from nybble.models import CausalLM
+from nybble.models.families import family
 from nybble.recipes import Recipe, load_recipe
 
 
@@ -32,13 +33,13 @@ from nybble.recipes import Recipe, load_recipe
 class TrainedModel:
     """A model ready to compute with the precision it was trained in."""
 
-    model: Inkling2ForCausalLM
+    model: CausalLM
     tokenizer: TextTokenizer
     recipe: Recipe
     report: Report
 
 
-def save_model(folder: Path, model: Inkling2ForCausalLM, tokenizer: TextTokenizer, recipe: Recipe) -> None:
+def save_model(folder: Path, model: CausalLM, tokenizer: TextTokenizer, recipe: Recipe) -> None:
     """Writes the folder. Of several ranks all call it, rank 0 writes, from the shards of all."""
     weights = _whole_weights(model) if together.active() else None
 
@@ -51,7 +52,7 @@ def save_model(folder: Path, model: Inkling2ForCausalLM, tokenizer: TextTokenize
     together.on_main(write)
 
 
-def _whole_weights(model: Inkling2ForCausalLM) -> dict[str, Tensor]:
+def _whole_weights(model: CausalLM) -> dict[str, Tensor]:
     """Every weight whole and in the memory of the host, on rank 0 alone; one after the other is gathered."""
     whole: dict[str, Tensor] = {}
     for name, weight in model.state_dict().items():
@@ -112,13 +113,14 @@ def load_model(path: Path, recipe: str = "", device: torch.device | None = None)
     tokenizer = load_tokenizer(folder)
     try:
         with _no_progress_bar():
-            model = Inkling2ForCausalLM.from_pretrained(folder, dtype=torch.float32)
+            config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+            kind = family(str(config.get("model_type")))
+            model = kind.model_class.from_pretrained(folder, dtype=torch.float32)
     except (OSError, ValueError, KeyError, RuntimeError, json.JSONDecodeError) as error:
         raise CheckpointError(f"{folder} cannot be loaded: {error}") from None
-    if tokenizer.vocab_size > model.config.unpadded_vocab_size:
+    if tokenizer.vocab_size > model.vocabulary:
         raise CheckpointError(
-            f"{folder}: the tokeniser has {tokenizer.vocab_size} tokens, "
-            f"the model only {model.config.unpadded_vocab_size}"
+            f"{folder}: the tokeniser has {tokenizer.vocab_size} tokens, the model only {model.vocabulary}"
         )
     model.to(device or torch.device("cpu"))
     report = convert(model, chosen)

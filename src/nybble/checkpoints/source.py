@@ -130,6 +130,8 @@ Unit = Linear | Bank
 
 def canonical(module: str) -> str:
     """The module's name in transformers' class, which recipes speak of, from its name in the file."""
+    if module.startswith("backbone."):  # Nemotron-H
+        return "model." + module.removeprefix("backbone.")
     return module.replace("model.llm.", "model.", 1)
 
 

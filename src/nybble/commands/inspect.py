@@ -22,15 +22,12 @@ class InspectConfig:
 def main(arguments: list[str]) -> int:
     """Runs the verb; returns its exit status."""
     config = parse_flags(InspectConfig, arguments, "inspect")
-    import torch
-
-    from nybble.models import Inkling2ForCausalLM, presets
+    from nybble.models import presets
     from nybble.recipes import load_recipe, resolve
 
     preset = presets.get(config.preset)
     recipe = load_recipe(config.recipe)
-    with torch.device("meta"):
-        model = Inkling2ForCausalLM(preset.model_config())
+    model = preset.meta_model()
     parameters = sum(p.numel() for p in model.parameters())
     print(f"{preset.name}: {preset.description}; {parameters / 1e6:.1f} M parameters")
     print(resolve(recipe, model, preset.steps).text(), end="")

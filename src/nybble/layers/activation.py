@@ -47,7 +47,8 @@ class Activation:
 def _find(module: nn.Module) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor] | None]:
     act: Any = module.act_fn
     if not hasattr(module, "gate_up_proj"):
-        return act, None
+        squared = type(act).__name__ in ("ReLUSquared", "ReLUSquaredActivation")
+        return act, relu_squared_backward if squared else None
     caps = _caps(act)
     if caps is not None:
         return _two(act), lambda x, dh: softcapped_backward(x, dh, *caps)
@@ -99,6 +100,11 @@ def softcapped_backward(gate_up: Tensor, dh: Tensor, gate_cap: float, up_cap: fl
     dgate = slope.mul_(tu).mul_(dh).mul_(gate_cap * up_cap)
     dup = left.addcmul_(left * tu, tu, value=-1.0).mul_(dh).mul_(gate_cap)
     return torch.cat([dgate, dup], dim=-1)
+
+
+def relu_squared_backward(x: Tensor, dh: Tensor) -> Tensor:
+    """Gradient of max(x, 0)^2 at [R, I] FP32 for dh [R, I]."""
+    return torch.relu(x).mul_(dh).mul_(2.0)
 
 
 def silu_backward(gate_up: Tensor, dh: Tensor) -> Tensor:

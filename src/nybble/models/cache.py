@@ -1,4 +1,4 @@
-"""What generation keeps of the past: keys, values and the last inputs of each short convolution."""
+"""What generation keeps of the past: keys, values, inputs of short convolutions and recurrent states."""
 
 import torch
 from torch import Tensor
@@ -50,6 +50,8 @@ class Cache:
         self.keys = [_Growing(keep) for keep in keeps]
         self.values = [_Growing(keep) for keep in keeps]
         self.convs: dict[tuple[int, int], Tensor] = {}
+        self.states: dict[int, Tensor] = {}
+        """Recurrent state of each layer that has one."""
         self.length = 0
         self.segments: Tensor | None = None
 
@@ -70,6 +72,7 @@ class Cache:
         for grown in (*self.keys, *self.values):
             grown.select(rows)
         self.convs = {place: past.index_select(0, rows) for place, past in self.convs.items()}
+        self.states = {layer: state.index_select(0, rows) for layer, state in self.states.items()}
         if self.segments is not None:
             self.segments = self.segments.index_select(0, rows)
 

@@ -45,7 +45,8 @@ class Stack:
 class CausalLM(ExpertLoad, Pretrained):
     """A causal language model: `model` (a `Stack`), `lm_head` and `expert_load`.
 
-    `model(ids [B, S], context, dtype)` gives hidden states [B, S, H] and tokens per expert [layers, E].
+    `model(ids [B, S], context, dtype)` gives hidden states [B, S, H] and tokens per expert [layers, E],
+    or None without experts.
     `compute_dtype` is the dtype of activations; None takes the parameters' dtype, but BF16 for FP32
     parameters on CUDA. `flex` says whether attention goes through FlexAttention; None: on CUDA.
     """
@@ -161,7 +162,7 @@ class CausalLM(ExpertLoad, Pretrained):
         hidden, counts = self.model(input_ids, context, self._dtype())
         if cache is not None:
             cache.advance(S, segments)
-        if self.training:
+        if self.training and counts is not None:
             self.expert_load += counts
         output = CausalLMOutput(hidden=hidden if return_hidden else None)
         cap = self.cap

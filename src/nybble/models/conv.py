@@ -12,16 +12,16 @@ from nybble.models.norms import by_hand
 
 class _CausalConv(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, taps: Tensor, bias: Tensor | None, *same: Tensor) -> Tensor:
-        ctx.save_for_backward(x, taps, *same)
-        ctx.has_bias = bias is not None
-        return fused.forward(x, taps, bias, same)
+    def forward(ctx: Any, x: Tensor, taps: Tensor, bias: Tensor | None, silu: bool, *same: Tensor) -> Tensor:
+        x = x.contiguous()  # of a slice: copied once, not in both directions
+        ctx.save_for_backward(x, taps, bias, *same)
+        ctx.silu = silu
+        return fused.forward(x, taps, bias, same, silu)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, taps, *same = ctx.saved_tensors
-        dx, dtaps = fused.backward(dy, x, taps, tuple(same))
-        return dx, dtaps, dy.sum((0, 1)) if ctx.has_bias else None, *(None for _ in same)
+        x, taps, bias, *same = ctx.saved_tensors
+        return *fused.backward(dy, x, taps, bias, tuple(same), ctx.silu), None, *(None for _ in same)
 
 
 def lagged(x: Tensor, past: Tensor | None, lag: int) -> Tensor:
@@ -32,7 +32,12 @@ def lagged(x: Tensor, past: Tensor | None, lag: int) -> Tensor:
 
 
 def causal_conv(
-    x: Tensor, taps: Tensor, bias: Tensor | None, past: Tensor | None, same: tuple[Tensor, ...]
+    x: Tensor,
+    taps: Tensor,
+    bias: Tensor | None,
+    past: Tensor | None,
+    same: tuple[Tensor, ...],
+    silu: bool = False,
 ) -> Tensor:
     """y_t = bias + the sum of taps[l] * x_{t-l} over lags l whose token is of the same document.
 
@@ -42,19 +47,21 @@ def causal_conv(
         bias: [C] FP32 or None.
         past: the K-1 inputs before x, [B, K-1, C], or None for zeros.
         same: for each lag 1..K-1 [B, S, 1], see `Context.same`; empty for one document.
+        silu: whether to return y * sigmoid(y) in place of y.
 
     Returns:
         [B, S, C] FP32.
     """
     if by_hand(x):
         if past is None:
-            return _CausalConv.apply(x, taps, bias, *same)
+            return _CausalConv.apply(x, taps, bias, silu, *same)
         # the same kernel with and without a cache, so that both give a token the same bits
         before = past.shape[1]
         line = torch.cat([past, x], dim=1)
-        return _CausalConv.apply(line, taps, bias, *(F.pad(m, (0, 0, before, 0)) for m in same))[:, before:]
+        masks = (F.pad(m, (0, 0, before, 0)) for m in same)
+        return _CausalConv.apply(line, taps, bias, silu, *masks)[:, before:]
     y = x * taps[0] if bias is None else x * taps[0] + bias
     for lag in range(1, taps.shape[0]):
         late = lagged(x, past, lag)
         y = y + (late * same[lag - 1] if same else late) * taps[lag]
-    return y
+    return F.silu(y) if silu else y

@@ -39,6 +39,12 @@ def sort_by_expert(experts: Tensor, E: int) -> tuple[Tensor, Tensor, Tensor]:
     return order, place, ends.to(torch.int32)
 
 
+def count_rows(experts: Tensor, E: int) -> Tensor:
+    """How many rows of `experts` [T, k] each of E experts got: [E] int64, without waiting for a GPU."""
+    rows = experts.reshape(-1)
+    return torch.zeros(E, dtype=torch.int64, device=rows.device).index_add(0, rows, torch.ones_like(rows))
+
+
 class _ExpertsByHand(torch.autograd.Function):
     """A whole expert layer on a CPU; keeps the input and the first products, not what follows."""
 

@@ -134,7 +134,7 @@ def generate(
     A prompt's draws depend on `seed` and its place in `prompts` alone.
 
     Args:
-        model: `Inkling2ForCausalLM` or alike.
+        model: a `CausalLM`.
         prompts: token ids, at least one a prompt.
         max_new_tokens: how many tokens to add at most.
         temperature: 0 is greedy.

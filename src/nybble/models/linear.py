@@ -6,10 +6,10 @@ from torch import Tensor
 
 
 class Linear(torch.nn.Linear):
-    """`nn.Linear` without bias that computes in the dtype of its input: x [..., K] -> [..., N]."""
+    """`nn.Linear` that computes in the dtype of its input: x [..., K] -> [..., N]."""
 
-    def __init__(self, in_features: int, out_features: int) -> None:
-        super().__init__(in_features, out_features, bias=False)
+    def __init__(self, in_features: int, out_features: int, bias: bool = False) -> None:
+        super().__init__(in_features, out_features, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight.to(x.dtype))
+        return F.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))

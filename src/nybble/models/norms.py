@@ -1,4 +1,4 @@
-"""RMS norm and L2 clip over the last axis, computed in FP32.
+"""RMS norm, plain or gated, and L2 clip over the last axis, computed in FP32.
 
 On a CPU each is one pass of a fused kernel, which keeps its input and one number a row for the backward
 pass; elsewhere, and under `torch.compile`, it is the plain formula, which the compiler fuses.
@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nybble.models.cpu import gated
 from nybble.models.cpu import norms as fused
 
 CLIP_EPS = fused.CLIP_EPS
@@ -42,6 +43,28 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
         return _RMSNorm.apply(x, weight, eps)
     y = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
     return y if weight is None else y * weight
+
+
+class _GatedRMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gate: Tensor, weight: Tensor, groups: int, eps: float) -> Tensor:
+        gate = gate.contiguous()  # of a slice: copied once, not in both directions
+        y, rstd = gated.forward(x, gate, weight, groups, eps)
+        ctx.save_for_backward(x, gate, weight, rstd)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        return *gated.backward(dy, *ctx.saved_tensors), None, None
+
+
+def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, groups: int, eps: float) -> Tensor:
+    """RMS norm of x * silu(gate) over each of `groups` equal parts of the last axis, times `weight`; FP32."""
+    x, gate, weight = x.float(), gate.float(), weight.float()
+    if by_hand(x) and x.numel():
+        return _GatedRMSNorm.apply(x, gate, weight, groups, eps)
+    y = (x * torch.nn.functional.silu(gate)).unflatten(-1, (groups, -1))
+    return rms_norm(y, None, eps).flatten(-2) * weight
 
 
 class _L2Clip(torch.autograd.Function):

@@ -3,20 +3,25 @@
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from huggingface_hub.errors import StrictDataclassError
-from transformers import Inkling2TextConfig
+from transformers import PretrainedConfig
 
 from nybble.errors import NybbleError
+from nybble.models.causal_lm import CausalLM
+from nybble.models.families import family
 
 
 @dataclass(frozen=True, kw_only=True)
 class Preset:
-    """One size of the Inkling 2 shape."""
+    """One size of one architecture."""
 
     name: str
     description: str
+    model_type: str = "inkling2_text"
+    """Architecture, by transformers' name."""
     config: dict[str, Any]
-    """Fields of `Inkling2TextConfig` that differ from its defaults."""
+    """Fields of its config class that differ from their defaults."""
     sequence: int
     """Training sequence length, tokens."""
     batch: int
@@ -29,14 +34,36 @@ class Preset:
     @property
     def vocabulary(self) -> int:
         """Tokens that the model can be asked to predict."""
-        return int(self.model_config().unpadded_vocab_size)
+        return int(getattr(self.model_config(), family(self.model_type).vocabulary[-1]))
 
-    def model_config(self, **changes: Any) -> Inkling2TextConfig:
-        """The configuration, with fields changed; NybbleError for values that transformers refuses."""
+    def model_config(self, vocabulary: int | None = None, **changes: Any) -> PretrainedConfig:
+        """The configuration, with another vocabulary and fields changed.
+
+        NybbleError for values that transformers refuses.
+        """
+        fields = family(self.model_type).vocabulary
+        sizes = {} if vocabulary is None else dict.fromkeys(fields, vocabulary)
         try:
-            return Inkling2TextConfig(**{**self.config, **changes})
+            return family(self.model_type).config_class(**{**self.config, **sizes, **changes})
         except (StrictDataclassError, ValueError, TypeError) as error:
             raise NybbleError(f"model config: {error.__cause__ or error}") from error
+        except KeyError as error:  # what transformers makes of an unknown letter
+            raise NybbleError(
+                f"model config: hybrid_override_pattern has a layer {error}; M is Mamba-2, * attention, "
+                "- an MLP, E experts"
+            ) from error
+
+    def model(self, config: PretrainedConfig | None = None) -> CausalLM:
+        """The model of `config`, or of the preset's own, with random weights."""
+        return family(self.model_type).model_class(self.model_config() if config is None else config)
+
+    def meta_model(self) -> CausalLM:
+        """The model without memory, to count and to look at."""
+        with torch.device("meta"):
+            return self.model()
+
+
+_HYBRID_TOKENS = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": 0}
 
 
 def _vocabulary(size: int) -> dict[str, Any]:
@@ -160,11 +187,83 @@ _PRESETS = (
         learning_rate=3e-4,
         steps=100_000,
     ),
+    Preset(
+        name="hybrid-tiny",
+        description="Mamba-2, attention and squared-ReLU layers, the demo's size: two CPU cores",
+        model_type="nemotron_h",
+        config={
+            **_HYBRID_TOKENS,
+            "vocab_size": 4096,
+            "hidden_size": 192,
+            "hybrid_override_pattern": "M-M-M*-M-M-M*-",
+            "num_attention_heads": 6,
+            "num_key_value_heads": 2,
+            "head_dim": 32,
+            "intermediate_size": 768,
+            # 32 heads, so that the input projection has whole blocks of every format
+            "mamba_num_heads": 32,
+            "mamba_head_dim": 16,
+            "n_groups": 2,
+            "ssm_state_size": 128,
+            "max_position_embeddings": 4096,
+        },
+        sequence=256,
+        batch=4,
+        learning_rate=3e-3,
+        steps=260,
+    ),
+    Preset(
+        name="hybrid-small",
+        description="the hybrid at about 90 M parameters: one GPU",
+        model_type="nemotron_h",
+        config={
+            **_HYBRID_TOKENS,
+            "vocab_size": 32768,
+            "hidden_size": 512,
+            "hybrid_override_pattern": "M-M-M-M*-M-M-M-M*-M-M-M-M-",
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "head_dim": 64,
+            "intermediate_size": 2048,
+            "mamba_num_heads": 32,
+            "mamba_head_dim": 32,
+            "n_groups": 4,
+            "ssm_state_size": 128,
+            "max_position_embeddings": 32768,
+        },
+        sequence=1024,
+        batch=64,
+        learning_rate=1e-3,
+        steps=5000,
+    ),
+    Preset(
+        name="nemotron-nano-12b-v2",
+        description="the real shape of NVIDIA's 12B hybrid: planning and checks without memory",
+        model_type="nemotron_h",
+        config={
+            "vocab_size": 131072,
+            "hidden_size": 5120,
+            "hybrid_override_pattern": "M-M-M-M*-" * 6 + "M-M-M-M-",
+            "num_attention_heads": 40,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "intermediate_size": 20480,
+            "mamba_num_heads": 128,
+            "mamba_head_dim": 80,
+            "n_groups": 8,
+            "ssm_state_size": 128,
+            "max_position_embeddings": 131072,
+        },
+        sequence=8192,
+        batch=736,
+        learning_rate=4.5e-4,
+        steps=1_660_000,
+    ),
 )
 
 
 def names() -> list[str]:
-    """Names of all presets, smallest first."""
+    """Names of all presets, by architecture, smallest first."""
     return [preset.name for preset in _PRESETS]
 
 

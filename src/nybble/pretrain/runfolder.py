@@ -21,16 +21,7 @@ from typing import Any
 from nybble import together
 from nybble.errors import ConfigError
 
-OWNED = (
-    "config.toml",
-    "env.json",
-    "precision.txt",
-    "metrics.jsonl",
-    "checkpoints",
-    "plots",
-    "tensorboard",
-    "rollouts",
-)
+OWNED = ("config.toml", "env.json", "precision.txt", "metrics.jsonl", "checkpoints", "plots", "tensorboard")
 
 
 class RunFolder:

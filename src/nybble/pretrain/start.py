@@ -16,7 +16,7 @@ from nybble.checkpoints.identity import digest
 from nybble.data import Dataset, Loader
 from nybble.errors import ConfigError
 from nybble.layers import Report
-from nybble.models import Inkling2ForCausalLM, presets
+from nybble.models import CausalLM, presets
 from nybble.parallel import Mesh, Monitor, convert, make_mesh, shard
 from nybble.parallel.launch import check_agreement, joined, named_loss, rank_device
 from nybble.pretrain import metrics
@@ -93,20 +93,20 @@ def build_model(
     device: torch.device,
     mesh: Mesh | None = None,
     monitor: Monitor | None = None,
-) -> tuple[Inkling2ForCausalLM, Report]:
+) -> tuple[CausalLM, Report]:
     """The preset's model with random weights, converted, and sharded over the ranks of `mesh`; the same
     weights for a seed on every device and any number of ranks."""
     vocabulary = config.vocab_size or dataset.vocab_size
     dataset.check_model_vocab(vocabulary)
-    model_config = presets.get(config.preset).model_config(
-        vocab_size=vocabulary,
-        unpadded_vocab_size=vocabulary,
+    preset = presets.get(config.preset)
+    model_config = preset.model_config(
+        vocabulary,
         eos_token_id=dataset.eot_id,
         bos_token_id=None,
         pad_token_id=dataset.tokenizer.pad_id,
     )
     torch.manual_seed(config.seed)
-    model = Inkling2ForCausalLM(model_config)
+    model = preset.model(model_config)
     if recipe.masters == "bf16":
         model.to(torch.bfloat16)
     model.to(device)
@@ -128,10 +128,9 @@ def _mesh(config: PretrainConfig, device: torch.device) -> Mesh | None:
         raise ConfigError(
             "compile works in a run of one process only so far; leave it out with several ranks"
         )
-    shape = presets.get(config.preset).model_config(eos_token_id=None)
     return make_mesh(
         device.type,
-        experts=getattr(shape, "n_routed_experts", 0),
+        experts=getattr(presets.get(config.preset).model_config(), "n_routed_experts", 0),
         expert_parallel=config.parallel.expert_parallel,
         replicate=config.parallel.replicate,
     )
@@ -157,7 +156,7 @@ def _loaders(config: PretrainConfig, dataset: Dataset) -> tuple[Loader, Any]:
     return train_data, held_out
 
 
-def _identity(model: Inkling2ForCausalLM, recipe: Recipe, dataset: Dataset) -> dict[str, Any]:
+def _identity(model: CausalLM, recipe: Recipe, dataset: Dataset) -> dict[str, Any]:
     architecture = {k: v for k, v in model.config.to_dict().items() if k != "transformers_version"}
     return {
         "model": {
@@ -169,9 +168,7 @@ def _identity(model: Inkling2ForCausalLM, recipe: Recipe, dataset: Dataset) -> d
     }
 
 
-def _export(
-    model: Inkling2ForCausalLM, checkpoint: Path, *, dataset: Dataset, report: Report, steps: int
-) -> None:
+def _export(model: CausalLM, checkpoint: Path, *, dataset: Dataset, report: Report, steps: int) -> None:
     """The model with the precision of its last step, which is what samplers and servers compute with."""
     save_model(checkpoint / "model", model, dataset.tokenizer, report.recipe.at(report.state.step, steps))
 

@@ -35,7 +35,7 @@ class RoutingNote:
 @contextmanager
 def note_routing(model: nn.Module) -> Iterator[RoutingNote | None]:
     """While it is open, each forward pass leaves its experts in the note; None if the model routes not."""
-    if not isinstance(model, ExpertLoad):
+    if not isinstance(model, ExpertLoad) or not model.expert_load.numel():
         yield None
         return
     note = RoutingNote()

@@ -21,7 +21,7 @@ from nybble.data import TextTokenizer
 from nybble.data.tokenizer import SMALLEST_VOCAB, train_tokenizer
 from nybble.errors import ConfigError, DataError
 from nybble.layers import convert
-from nybble.models import Inkling2ForCausalLM, presets
+from nybble.models import presets
 from nybble.pretrain import metrics
 from nybble.pretrain.config import (
     BatchConfig,
@@ -207,10 +207,10 @@ def starting_model(config: SFTConfig, device: torch.device) -> TrainedModel:
         return load_model(Path(config.model), config.recipe, device)
     tokenizer = train_tokenizer([], SMALLEST_VOCAB)
     torch.manual_seed(config.seed)
-    model = Inkling2ForCausalLM(
-        presets.get(config.model).model_config(
-            vocab_size=tokenizer.vocab_size,
-            unpadded_vocab_size=tokenizer.vocab_size,
+    preset = presets.get(config.model)
+    model = preset.model(
+        preset.model_config(
+            tokenizer.vocab_size,
             eos_token_id=tokenizer.eot_id,
             bos_token_id=None,
             pad_token_id=tokenizer.pad_id,

@@ -2,11 +2,11 @@
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor, nn
 from transformers import Inkling2TextConfig
 
 from nybble.models.context import Context
+from nybble.models.experts import count_rows
 from nybble.models.inkling2.attention import Attention
 from nybble.models.inkling2.conv import ShortConvolution
 from nybble.models.inkling2.experts import Experts
@@ -26,9 +26,7 @@ class SparseMLP(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         flat = x.reshape(-1, x.shape[-1])
         _, weights, experts = self.gate(flat)
-        rows = experts.reshape(-1)
-        counts = torch.zeros_like(self.gate.e_score_correction_bias, dtype=torch.int64)
-        counts = counts.index_add(0, rows, torch.ones_like(rows))
+        counts = count_rows(experts, self.experts.num_experts)
         return self.experts(flat, experts, weights).view(x.shape), counts
 
 

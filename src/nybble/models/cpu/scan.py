@@ -1,0 +1,146 @@
+"""The chunked Mamba-2 scan on a CPU and its derivative: products of small matrices and passes between them.
+
+Formulas: `nemotron_h/scan.py`; legend: `scan_passes.py`. A few sequences at a time, through buffers that stay
+in the cache: fresh memory would cost as much as the products that fill it.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nybble.kernels.cpu.threads import split
+from nybble.models.cpu import scan_passes as passes
+from nybble.models.cpu.jit import floats
+
+CHUNK = 64
+"""Tokens of a chunk: pairs of tokens cost a number each, chunks a state each."""
+
+TOKENS = 1024
+"""Tokens that go through the buffers together, if sequences are shorter."""
+
+
+class _Buffers:
+    """Room for the chunks of some sequences, and the operations on them.
+
+    `shape` is (H, P, G, N), heads, their width, groups and state.
+    """
+
+    def __init__(self, B: int, S: int, shape: tuple[int, int, int, int]) -> None:
+        H, P, G, N = shape
+        L = min(CHUNK, S)
+        self.S, self.n = S, -(-S // L)
+        Z, W = B * self.n, H // G * P
+        self.u, self.near = torch.empty(Z, H, L, P), torch.empty(Z, H, L, P)
+        self.ue, self.far = torch.empty(Z, G, L, W), torch.empty(Z, G, L, W)
+        self.b, self.c = torch.empty(Z, G, L, N), torch.empty(Z, G, L, N)
+        self.cum, self.enter, self.carry = torch.empty(Z, H, L), torch.empty(Z, H, L), torch.empty(Z, H)
+        self.cb, self.m = torch.empty(Z, G, L, L), torch.empty(Z, H, L, L)
+        self.states = torch.empty(Z, G, N, W)
+
+    def fill(self, xbc: Tensor, dt: Tensor, A: Tensor, starts: Any) -> None:
+        """What both directions begin with."""
+        arrays = [floats(t) for t in (xbc, dt, A)]
+        made = (self.u, self.ue, self.b, self.c, self.cum, self.enter, self.carry)
+        split(passes.arrange, self.u.shape[0], 4 * xbc.numel(), *arrays, starts, *(floats(t) for t in made))
+        product(self.c, self.b.mT, self.cb)
+
+
+def product(a: Tensor, b: Tensor, out: Tensor, add: bool = False) -> Tensor:
+    """a @ b over the last two of four axes, into `out`, or added to it."""
+    x, y, z = a.flatten(0, 1), b.flatten(0, 1), out.flatten(0, 1)
+    if add:
+        z.baddbmm_(x, y)
+    else:
+        torch.bmm(x, y, out=z)
+    return out
+
+
+def _parts(B: int, S: int) -> Iterator[slice]:
+    """Sequences that go together."""
+    size = max(1, TOKENS // S)
+    for start in range(0, B, size):
+        yield slice(start, min(start + size, B))
+
+
+def _rows(starts: Tensor | None, part: slice) -> Any:
+    return np.empty((0, 0), dtype=np.int64) if starts is None else starts[part].contiguous().numpy()
+
+
+def forward(
+    xbc: Tensor, dt: Tensor, A: Tensor, D: Tensor, shape: tuple[int, int, int, int], starts: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """y [B, S, H * P], and the states before each chunk, [B * n, G, N, R * P]."""
+    (B, S), (H, P, G, N) = xbc.shape[:2], shape
+    xbc, dt = xbc.contiguous(), dt.contiguous()
+    y = torch.empty(B, S, H * P)
+    n = -(-S // min(CHUNK, S))
+    prev = torch.empty(B * n, G, N, H // G * P)
+    room: dict[int, _Buffers] = {}
+    for part in _parts(B, S):
+        count = part.stop - part.start
+        if count not in room:
+            room[count] = _Buffers(count, S, shape)
+        r = room[count]
+        line, out = _rows(starts, part), prev[part.start * n : part.stop * n]
+        r.fill(xbc[part], dt[part], A, line)
+        split(passes.weigh, count * n * H, 8 * r.m.numel(), floats(r.cb), floats(r.cum), line, S, floats(r.m))
+        product(r.m, r.u, r.near)
+        product(r.b.mT, r.ue, r.states)
+        split(passes.pass_on, count * G, 4 * out.numel(), floats(r.states), floats(r.carry), n, floats(out))
+        product(r.c, out, r.far)
+        arrays = [floats(t) for t in (r.near, r.far, r.enter, xbc[part], D, y[part])]
+        split(passes.join, count * n, 4 * y[part].numel(), *arrays)
+    return y, prev
+
+
+def backward(
+    dy: Tensor,
+    y: Tensor,
+    prev: Tensor,
+    xbc: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    D: Tensor,
+    shape: tuple[int, int, int, int],
+    starts: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """dxbc, ddt [B, S, H], dA [H] and dD [H]."""
+    (B, S), (H, _, G, _) = xbc.shape[:2], shape
+    xbc, dt, dy = xbc.contiguous(), dt.contiguous(), dy.contiguous()
+    n = -(-S // min(CHUNK, S))
+    dxbc, ddt = torch.empty(xbc.shape), torch.empty(dt.shape)
+    dA, dD, dlast = torch.empty(B * n, H), torch.empty(B * n, H), torch.empty(B * n, H)
+    room: dict[int, tuple[_Buffers, list[Tensor]]] = {}
+    for part in _parts(B, S):
+        count = part.stop - part.start
+        if count not in room:
+            r = _Buffers(count, S, shape)
+            room[count] = r, [torch.empty_like(t) for t in (r.u, r.ue, r.b, r.c, r.cb, r.states)]
+        r, (du, due, db, dc, dcb, ds) = room[count]
+        line, chunks = _rows(starts, part), slice(part.start * n, part.stop * n)
+        before = prev[chunks]
+        r.fill(xbc[part], dt[part], A, line)
+        arrays = [floats(t) for t in (dy[part], r.enter, r.near, r.far)]
+        split(passes.spread, count * n, 4 * dy[part].numel(), *arrays)
+        product(r.near, r.u.mT, r.m)
+        given = floats(r.cb), floats(r.cum)
+        made = floats(r.m), floats(dcb)
+        split(passes.weigh_backward, count * n * G, 8 * r.m.numel(), *given, line, S, *made)
+        product(r.m.mT, r.near, du)
+        product(r.c.mT, r.far, r.states)
+        arrays = [floats(t) for t in (before, r.states, r.carry)]
+        split(
+            passes.pass_on_backward, count * G, 4 * ds.numel(), *arrays, n, floats(ds), floats(dlast[chunks])
+        )
+        product(r.b, ds, due)
+        product(dcb.mT, r.c, db)
+        product(r.ue, ds.mT, db, add=True)
+        product(dcb, r.b, dc)
+        product(r.far, before.mT, dc, add=True)
+        inputs = [floats(t) for t in (dy[part], y[part], xbc[part], dt[part], A, D)]
+        outputs = [r.cum, du, due, db, dc, dlast[chunks], dxbc[part], ddt[part], dA[chunks], dD[chunks]]
+        split(passes.collect, count * n, 8 * dy[part].numel(), *inputs, line, *(floats(t) for t in outputs))
+    return dxbc, ddt, dA.sum(0), dD.sum(0)
