@@ -50,7 +50,7 @@ def test_a_broken_wordnet_line_is_named(wordnet: Path, line: str) -> None:
 
 def test_gcide_reads_entries_and_leaves_out_what_is_about_the_database(tmp_path: Path) -> None:
     entries = [
-        "00-database-short\n   The dictionary\n\n",
+        "00-database-short\n   The dictionary\n\nA notice without senses.\n\n",
         'Abaca \\A*ba"ca\\, n.\n   A plant.\n\n   2. Its fiber.\n\n',
         "Aback\n   Backwards.\n",
     ]

@@ -23,6 +23,7 @@ def test_a_message_holds_the_codes_and_values_of_its_rows(name, columns):
             assert torch.equal(part, expected)
     expected = ops.dequantize(*whole, name, -1, x.shape, torch.float32, outer)
     picked = torch.tensor([4, 0, 0])
+    assert torch.equal(messages.take_rows(message, picked), message[picked])
     assert torch.equal(messages.unpack(message[picked], name, columns, torch.float32), expected[picked])
 
 

@@ -98,6 +98,9 @@ def test_rollouts_that_a_kill_left_are_used_and_the_rest_is_sampled(
 def test_sampling_alone_and_training_alone_make_a_whole_step(model: Path, tmp_path: Path) -> None:
     config = rl_config(model, tmp_path / "both")
     config = replace(config, schedule=replace(config.schedule, steps=1))
+    stale = tmp_path / "both" / "rollouts" / "step_00000000.jsonl"
+    stale.parent.mkdir(parents=True)
+    stale.write_text("of another run\n")
     assert reinforce(config) == 0
     assert reinforce(replace(config, out=tmp_path / "sampled", sample_only=True)) == 0
     assert "loss" not in rows(tmp_path / "sampled")[0]

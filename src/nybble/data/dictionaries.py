@@ -77,9 +77,9 @@ def read_gcide(folder: Path | None) -> Iterator[Document]:
 
 
 def _entry(lines: list[str]) -> Iterator[Document]:
-    """Entries about the database itself, and its preamble, are left out."""
+    """What is about the database itself, and lines without senses below them, are left out."""
     head = lines[0].strip()
-    if head and not head.startswith("00-database"):
+    if head and not head.startswith("00-database") and any(line.startswith(" ") for line in lines):
         text = "".join(lines).strip("\n") + "\n"
         yield Document(text, split=_split(head), source_bytes=len("".join(lines).encode()))
 

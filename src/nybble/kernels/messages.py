@@ -64,6 +64,16 @@ def pack(
     return message
 
 
+def take_rows(message: Tensor, index: Tensor) -> Tensor:
+    """Rows of a message, as many bytes at a time as divide a row."""
+    wide = next(d for d in (torch.int64, torch.int32, torch.int16, torch.uint8) if _fits(message, d))
+    return message.view(wide).index_select(0, index).view(torch.uint8)
+
+
+def _fits(message: Tensor, dtype: torch.dtype) -> bool:
+    return message.shape[1] % dtype.itemsize == 0 and message.data_ptr() % dtype.itemsize == 0
+
+
 def unpack_codes(message: Tensor, format: str, columns: int) -> tuple[Tensor, Tensor, Tensor]:
     """(codes, scales, amax) of a message of a quantised format, as `nybble::quantize` returns them."""
     fmt = formats.get(format)

@@ -59,7 +59,7 @@ class Trip:
 
     def out(self, leg: str, message: Tensor) -> Tensor:
         """A message [T, bytes] to the ranks of the tokens' experts: [N, bytes]."""
-        rows = message.index_select(0, self.routes.token)
+        rows = messages.take_rows(message, self.routes.token)
         return self.wire.start(leg, rows, self.routes.sent, self.routes.received).wait()
 
     def back(self, leg: str, message: Tensor) -> Tensor:

@@ -21,7 +21,16 @@ from typing import Any
 from nybble import together
 from nybble.errors import ConfigError
 
-OWNED = ("config.toml", "env.json", "precision.txt", "metrics.jsonl", "checkpoints", "plots", "tensorboard")
+OWNED = (
+    "config.toml",
+    "env.json",
+    "precision.txt",
+    "metrics.jsonl",
+    "checkpoints",
+    "plots",
+    "tensorboard",
+    "rollouts",
+)
 
 
 class RunFolder:

@@ -128,9 +128,10 @@ def _mesh(config: PretrainConfig, device: torch.device) -> Mesh | None:
         raise ConfigError(
             "compile works in a run of one process only so far; leave it out with several ranks"
         )
+    shape = presets.get(config.preset).model_config(eos_token_id=None)
     return make_mesh(
         device.type,
-        experts=getattr(presets.get(config.preset).model_config(), "n_routed_experts", 0),
+        experts=getattr(shape, "n_routed_experts", 0),
         expert_parallel=config.parallel.expert_parallel,
         replicate=config.parallel.replicate,
     )

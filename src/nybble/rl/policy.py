@@ -23,6 +23,7 @@ class Policy:
         """Raises RecipeError if `invariant` is asked of a forward pass that mixes the tokens of a batch."""
         self.model, self.seed, self.invariant = model, seed, invariant
         sample_table, train_table = resolve(sample, model), resolve(train, model)
+        self._sample_table = sample_table
         self.differing = _differing(sample_table, train_table)
         """Modules whose forward pass differs between the two."""
         if invariant:
@@ -33,6 +34,11 @@ class Policy:
         self._train = train
         self.report: Report = convert(model, train)
         self._sampling = False
+
+    def table(self) -> str:
+        """The resolved table of the trainer, and the sampler's if its forward pass is another."""
+        text = self.report.table()
+        return f"{text}\nsampler: {self._sample_table.text()}" if self.differing else text
 
     def begin_sampling(self, update: int) -> None:
         """The weights after `update` updates are what samples now."""

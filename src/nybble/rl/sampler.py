@@ -78,7 +78,7 @@ def uniforms(
         torch.full_like(problems, position),
         samples,
         torch.full_like(problems, version),
-        (problems << 8) | DRAW_TAG,
+        ((problems << 8) | DRAW_TAG) & 0xFFFFFFFF,
     )
     seed = torch.full_like(problems, params.seed)
     word = philox4x32(counter, (seed & 0xFFFFFFFF, seed >> 32))[0]

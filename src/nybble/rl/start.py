@@ -109,7 +109,7 @@ def _reinforce(config: RLConfig, device: torch.device, *, resume: bool, overwrit
         if config.loss.kl > 0:
             updater.keep_reference()
         start = session.restore() if resume else None
-        together.on_main(lambda: _drop_rollouts(folder.path, session.step))
+        together.on_main(lambda: _drop_rollouts(folder.path, session.step if resume else -1))
         run = Run(
             config=config,
             session=session,
@@ -123,7 +123,7 @@ def _reinforce(config: RLConfig, device: torch.device, *, resume: bool, overwrit
         )
         folder.write("config.toml", dump(dataclasses.replace(config, out=folder.path)))
         folder.write("env.json", environment(device, numerics_status(device), together.world()))
-        folder.write("precision.txt", policy.report.table())
+        folder.write("precision.txt", policy.table())
         _introduce(run, trained, start, numerics_status(device))
         if together.is_main():
             session.sinks += open_sinks(config.log, folder.path, flatten(config), session.step)
@@ -208,7 +208,7 @@ def _save_model(model: nn.Module, checkpoint: Path, *, trained: TrainedModel) ->
 
 
 def _drop_rollouts(run: Path, step: int) -> None:
-    """Deletes rollouts of policies that this run has yet to reach: they are from before a resume."""
+    """Deletes rollouts of policies beyond `step`, which this run has yet to reach: they are from before."""
     for path in (run / "rollouts").glob("step_*.jsonl"):
         if int(path.name[5:13]) > step:
             path.unlink()
@@ -217,7 +217,7 @@ def _drop_rollouts(run: Path, step: int) -> None:
 def _introduce(run: Run, trained: TrainedModel, start: Path | None, status: str) -> None:
     config, policy = run.config, run.policy
     parameters = sum(p.numel() for p in trained.model.parameters())
-    print(policy.report.table())
+    print(policy.table())
     print(f"device  {status}")
     print(f"model   {config.model}, {parameters / 1e6:.1f} M parameters")
     what = f"task    {config.task.task}, level {config.task.level}"

@@ -5,7 +5,7 @@ import torch
 from cuda_cases import KEY, ROWS_OFFS, Call, hostile, requantized, same, stochastic, transform_cases
 
 from nybble.formats import hadamard, ops, reference, table
-from nybble.kernels import can_run
+from nybble.kernels import can_run, messages
 from nybble.kernels.cuda import launch_both
 
 pytestmark = [
@@ -216,3 +216,18 @@ def test_hadamard_transforms_equal_the_reference():
 def test_kernels_serve_the_formats():
     assert can_run("cuda", "nvfp4") is None
     assert "cast" in str(can_run("cuda", "bf16"))
+
+
+@pytest.mark.parametrize(("name", "columns"), [("mxfp8", 512), ("mxfp8", 96), ("nvfp4", 384)])
+def test_messages_equal_those_of_the_cpu(name, columns):
+    x = hostile(200, columns)
+    for named in ({}, stochastic(rows=torch.arange(200) * 3)):
+        moved = {k: v.cuda() if isinstance(v, torch.Tensor) else v for k, v in named.items()}
+        message = messages.pack(x, name, **named)
+        assert torch.equal(messages.pack(x.cuda(), name, **moved).cpu(), message)
+    places = torch.randint(-1, 200, (100, 3), dtype=torch.int32)
+    for where in (None, places):
+        got = messages.unpack(
+            message.cuda(), name, columns, torch.bfloat16, None if where is None else where.cuda()
+        )
+        assert same(got.cpu(), messages.unpack(message, name, columns, torch.bfloat16, where))

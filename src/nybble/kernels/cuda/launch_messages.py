@@ -54,7 +54,10 @@ def pack(
     count, columns = x.shape
     codes, scales, total = _layout(fmt, columns)
     message = torch.empty(count, total, dtype=torch.uint8, device=x.device)
-    amax = torch.empty(count if fmt.two_level else 0, dtype=torch.float32, device=x.device)
+    amax = x.new_empty(0, dtype=torch.float32)
+    if fmt.two_level:
+        message[:, scales + 4 :].zero_()
+        amax = message.view(torch.float32)[:, scales // 4 :]
     unit = by_rows.unit_of(fmt)
     by_rows.quantize_rows(
         by_rows.as_rows(x.detach(), unit),
@@ -66,11 +69,8 @@ def pack(
         draw,
         codes=message,
         scales=message[:, codes:],
-        strides=(total // (unit // 2 if fmt.packed else unit), total),
+        strides=(total // (unit // 2 if fmt.packed else unit), total, total // 4),
     )
-    if fmt.two_level:
-        message[:, scales:].zero_()
-        message[:, scales : scales + 4] = amax.view(-1, 1).view(torch.uint8)
     return message
 
 

@@ -158,7 +158,7 @@ def quantize_rows(
     codes: Tensor | None = None,
     scales: Tensor | None = None,
     values: Tensor | None = None,
-    strides: tuple[int, int] | None = None,
+    strides: tuple[int, int, int] | None = None,
     gated: Gated | None = None,
     place: Tensor | None = None,
     tile: tuple[int, int, int] | None = None,
@@ -170,7 +170,7 @@ def quantize_rows(
         gated: x holds gate and up beside each other, and their SwiGLU is what is quantised.
         place: int32 [R * k], the k rows of `values` that each row goes to.
         outer: OUTER_NONE, OUTER_ROW (amax [R] is written) or OUTER_GIVEN (it is read, at `group` or the row).
-        strides: of a row of codes, in units, and of a row of scales; None where rows are dense.
+        strides: of a row of codes, in units, of a row of scales, and of an amax; None where all are dense.
         tile: (units of a tile, warps, tiles a program), to override what is chosen.
         unit: elements that a thread takes at a time, likewise.
     """
@@ -186,7 +186,7 @@ def quantize_rows(
     tiles = 1 if whole else cdiv(units, n * loops)
     across, axis = grid(count, tiles)
     out_bf16 = values is not None and values.dtype == torch.bfloat16
-    code_stride, scale_stride = strides or (units, cdiv(units, max(1, block_units)))
+    code_stride, scale_stride, amax_stride = strides or (units, cdiv(units, max(1, block_units)), 1)
     row_kernel.quantize_rows[across](
         x.pointer,
         None if codes is None else codes.view(torch.int32),
@@ -204,6 +204,7 @@ def quantize_rows(
         0 if values is None else values.stride(0),
         code_stride,
         scale_stride,
+        amax_stride,
         units,
         0 if offs is None else offs.shape[0],
         draw.tag,

@@ -142,7 +142,7 @@ def store_words(codes_ptr, index, words, mask, COUNT: tl.constexpr):
             tl.store(codes_ptr + (at + 4 * k), w.to(tl.int32, bitcast=True), mask=mask[:, None])
 
 
-@triton.jit(do_not_specialize=["code_stride", "scale_stride", "units", "groups", "tag"])
+@triton.jit(do_not_specialize=["code_stride", "scale_stride", "amax_stride", "units", "groups", "tag"])
 def quantize_rows(
     x_ptr,  # BF16 as int32 pairs, or FP32
     codes_ptr,  # int32 words
@@ -160,6 +160,7 @@ def quantize_rows(
     value_stride,  # of a row of values, in elements
     code_stride,  # of a row of codes, in units
     scale_stride,  # of a row of block scales
+    amax_stride,  # from row to row, where they are written
     units,  # a row
     groups,
     tag,  # layer << 8 | operand
@@ -239,7 +240,7 @@ def quantize_rows(
                 t = top(most)
         outer_amax = value(t)
         if OUTER == OUTER_ROW:
-            tl.store(amax_ptr + row, outer_amax)
+            tl.store(amax_ptr + row * amax_stride, outer_amax)
     if OUTER == OUTER_GIVEN:
         which = row
         if HAS_GROUP:
@@ -274,8 +275,8 @@ def quantize_rows(
             finish_units(
                 more, mm, u, u < units, row, e_row, row_bad, outer_amax, s_enc, s_dec,
                 codes_ptr, scales_ptr, values_ptr, place_ptr, key, columns, value_stride, code_stride,
-                scale_stride, units, tag, E2M1, ELEMENT_MAX, SCALE, BLOCK_UNITS, OUTER_MAX, OVER_SIX, STOCHASTIC,
-                CODES, VALUES, COPIES, IN_BF16, OUT_BF16, ALIGNED, 0, N, CHUNKS, ASM,
+                scale_stride, units, tag, E2M1, ELEMENT_MAX, SCALE, BLOCK_UNITS, OUTER_MAX, OVER_SIX,
+                STOCHASTIC, CODES, VALUES, COPIES, IN_BF16, OUT_BF16, ALIGNED, 0, N, CHUNKS, ASM,
             )  # fmt: skip
 
 
