@@ -99,6 +99,16 @@ def test_a_checkpoint_of_two_ranks_goes_on_with_one(folder, one, two):
     assert continued[-1]["loss"] == pytest.approx(rows(one)[-1]["loss"], rel=1e-5)
 
 
+def test_a_missing_shard_is_named(folder, two):
+    run = folder / "torn"
+    shutil.copytree(two, run)
+    shards = sorted((run / "checkpoints" / f"step_{STEPS:08d}" / "tensors").iterdir())
+    assert len(shards) == 2
+    shards[1].unlink()
+    results = ranks.start(2, run_cases.pretrain, words(folder, "torn", "plain.toml", "--resume")).wait(60)
+    assert all(not ok and f"{shards[1].name} is missing from the checkpoint" in text for ok, text in results)
+
+
 def test_the_exported_folder_is_whole(one, two):
     from safetensors.torch import load_file
 
@@ -119,6 +129,7 @@ def test_the_exported_folder_is_whole(one, two):
         (["--expert-parallel", "3"], "expert_parallel is 3, which does not divide the 2 ranks"),
         (["--replicate", "5"], "replicate is 5, which does not divide the 2 ranks"),
         (["--optimiser", "muon"], "muon needs whole matrices"),
+        (["--batch", "3"], "batch is 3 sequences, which 2 ranks cannot share out equally"),
     ],
 )
 def test_settings_that_no_ranks_can_follow_are_refused(folder, more, sentence):

@@ -1,8 +1,8 @@
 """Experts that are spread over ranks: what `Experts.forward` does in place of computing by itself.
 
-For each pass: sizes are exchanged once, while x is packed; experts, weights and rows go ahead as one message
-of integers; then x goes to the experts' ranks, is computed there as a batch of its own, and the weighted sums
-of a rank's experts come back, one row for each token and rank.
+For each pass: sizes are exchanged once, while x is packed; x goes to the ranks of its experts, and beside it
+one message of integers with experts, weights and rows; there it is computed as a batch of its own, and the
+weighted sums of a rank's experts come back, one row for each token and rank.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from nybble.layers.operand import Codes
 from nybble.layers.weights import Spec
 from nybble.parallel.legs import Combine, Dispatch, Trip
 from nybble.parallel.routes import Routes, Wanted, routes, wanted
-from nybble.parallel.wire import Wire
+from nybble.parallel.wire import Pending, Wire
 from nybble.recipes import Operand, Traffic
 
 
@@ -69,7 +69,9 @@ class Exchange:
         rows = torch.arange(x.shape[0], device=x.device) if rows is None else rows
         message = messages.pack(x, self.traffic.dispatch)
         way = self._routes(index, want, sizes.wait())
-        arrived = self._ahead(index, weights, rows, way)
+        beside = self._beside(weights, rows, way)
+        going = self.wire.start("dispatch", messages.take_rows(message, way.token), way.sent, way.received)
+        arrived = Arrived.read(beside.wait(), weights.dtype)
         k = index.shape[1]
         trip = Trip(
             wire=self.wire,
@@ -82,7 +84,7 @@ class Exchange:
             dtype=x.dtype,
             keep_codes=self._takes_codes(experts.specs[0]),
         )
-        x_here, w_here, *codes = Dispatch.apply(x, weights, message, arrived.weights, trip)
+        x_here, w_here, *codes = Dispatch.apply(x, weights, going.wait(), arrived.weights, trip)
         as_codes = Codes(*codes) if codes else None
         y = experts.compute(x_here, arrived.experts, w_here, arrived.rows, as_codes)
         out: Tensor = Combine.apply(y, trip)
@@ -93,9 +95,8 @@ class Exchange:
             sent, received = torch.stack([want.counts, arriving]).tolist()  # the one wait for a GPU
         return routes(index, want, self.experts_each, sent, received)
 
-    def _ahead(self, index: Tensor, weights: Tensor, rows: Tensor, way: Routes) -> Arrived:
-        """Experts, first choices, rows and weights of the rows that will arrive."""
-        k = index.shape[1]
+    def _beside(self, weights: Tensor, rows: Tensor, way: Routes) -> Pending:
+        """Rows, first choices, experts and weights of the tokens that go, int32 [S, 2 + 2 k]."""
         token = way.token
         columns = (
             rows[token].unsqueeze(-1),
@@ -104,13 +105,7 @@ class Exchange:
             weights.detach().float()[token].view(torch.int32),
         )
         message = torch.cat([column.to(torch.int32) for column in columns], dim=-1)
-        got = self.wire.start("routing", message, way.sent, way.received).wait()
-        return Arrived(
-            rows=got[:, 0].long(),
-            first=got[:, 1].long(),
-            experts=got[:, 2 : 2 + k].long(),
-            weights=got[:, 2 + k :].contiguous().view(torch.float32).to(weights.dtype),
-        )
+        return self.wire.start("routing", message, way.sent, way.received)
 
 
 def _quantised(leg: str) -> bool:
@@ -124,7 +119,7 @@ def _stochastic(operand: Operand) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Arrived:
-    """What is known of the N rows that arrive before their values do."""
+    """What is known of the N rows that arrive besides their values."""
 
     rows: Tensor
     """int64 [N], row of the token in the whole batch."""
@@ -134,3 +129,15 @@ class Arrived:
     """int64 [N, k], each choice as an index among the experts here; their number where it is none."""
     weights: Tensor
     """[N, k]."""
+
+    @classmethod
+    def read(cls, message: Tensor, dtype: torch.dtype) -> Arrived:
+        """From what `_beside` sent; weights in `dtype`."""
+        k = message.shape[1] // 2 - 1
+        weights = message[:, 2 + k :].clone(memory_format=torch.contiguous_format)
+        return cls(
+            rows=message[:, 0].long(),
+            first=message[:, 1].long(),
+            experts=message[:, 2 : 2 + k].long(),
+            weights=weights.view(torch.float32).to(dtype),
+        )

@@ -73,11 +73,10 @@ class Dispatch(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weights: Tensor, message: Tensor, arrived_weights: Tensor, trip: Trip
+        ctx: Any, x: Tensor, weights: Tensor, arrived: Tensor, arrived_weights: Tensor, trip: Trip
     ) -> tuple[Tensor, ...]:
         ctx.trip, ctx.width = trip, x.shape[1]
         ctx.weight_dtype = weights.dtype
-        arrived = trip.out("dispatch", message)
         name, width = trip.format("dispatch"), x.shape[1]
         if not trip.keep_codes:
             return messages.unpack(arrived, name, width, trip.dtype), arrived_weights
