@@ -48,6 +48,21 @@ def test_along_tokens_each_group_is_quantised_alone(format, sizes):
     assert not scales[:, at // block :].any()
 
 
+@pytest.mark.parametrize("format", ROW_BLOCKS)
+def test_padding_of_a_block_with_nan_has_code_zero(format):
+    sizes = [5, 0, 40, 3]
+    x, offs = tokens(sizes), ends(sizes)
+    x[:] = float("nan")
+    fmt = get(format)
+    codes, _, _ = reference.quantize(x, format, -2, "nearest", "matrix", offs=offs)
+    where = grouped.packing(fmt, offs, sum(sizes))
+    codes = e2m1.unpack(codes, where.size) if fmt.packed else codes
+    assert int(where.holds.sum()) == sum(sizes)
+    assert not codes[:, ~where.holds].any()
+    if not fmt.packed:
+        assert (codes[:, where.holds] == 0x7F).all()
+
+
 @pytest.mark.parametrize("format", [n for n in names() if not get(n).square])
 @pytest.mark.parametrize("axis", [-1, -2])
 @pytest.mark.parametrize("outer", ["tensor", "row", "matrix"])

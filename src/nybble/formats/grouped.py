@@ -40,6 +40,13 @@ class Packing:
     used: Tensor
     """bool [P]: whether the column lies in a block of some group (short blocks are used whole)."""
 
+    @property
+    def holds(self) -> Tensor:
+        """bool [P]: whether the column is that of a row, and not padding."""
+        out = torch.zeros(self.size + 1, dtype=torch.bool, device=self.column.device)
+        out[self.column] = True
+        return out[: self.size]
+
 
 def packing(fmt: Format, offs: Tensor, tokens: int) -> Packing:
     """The layout, in blocks of `fmt`, of groups that end at `offs` over `tokens` rows."""

@@ -110,6 +110,7 @@ def quantize(
     scales = torch.where(bad, _bad_scale(fmt), scales)
     codes = blocks.unfold(codes, fmt, axis, _matrix(stored).shape)
     if where is not None:
+        codes = torch.where(where.holds, codes, 0)  # else a block with NaN has its code in the padding too
         assert fmt.block_cols is not None
         scales = torch.where(where.used[:: fmt.block_cols], scales, 0)
     codes = codes.reshape(shape)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import nybble.kernels  # noqa: F401  (registers what is tested)
-from nybble.formats import grouped, reference, table
+from nybble.formats import reference, table
 
 OPS = torch.ops.nybble
 KEY = torch.tensor([0x1234_5678_9ABC_DEF0, 7, 3, 8 * 1234567])
@@ -67,19 +67,6 @@ def difference(ours: Any, theirs: Any) -> str | None:
     return None
 
 
-def clear_padding(
-    result: tuple[Tensor, Tensor, Tensor], format: str, axis: int, offs: Tensor | None, tokens: int
-) -> Any:
-    """`result` with code 0 in the padding of groups along axis -2, as promised even in NaN blocks."""
-    fmt = table.get(format)
-    if offs is None or axis != -2 or fmt.passthrough or fmt.packed:
-        return result
-    where = grouped.packing(fmt, offs, tokens)
-    padding = torch.ones(where.size + 1, dtype=torch.bool)
-    padding[where.column] = False
-    return result[0].masked_fill(padding[:-1], 0), *result[1:]
-
-
 def granularities(format: str, dims: int) -> list[str]:
     """The outer scales that a format takes for a tensor of so many dimensions."""
     fmt = table.get(format)
@@ -93,11 +80,10 @@ def check(x: Tensor, format: str, dtype: torch.dtype = torch.float32, **how: Any
     """What differs from the reference in quantising, faking and decoding x; nothing if all is well."""
     axis, outer, offs = how.get("axis", -1), how.get("outer", "tensor"), how.get("offs")
     expected = reference.quantize(x, format, **how)
-    codes = clear_padding(expected, format, axis, offs, x.shape[0])
     decode = (*expected, format, axis, x.shape, dtype, outer)
     full, inner = (reference.dequantize(*decode, apply_outer, offs) for apply_outer in (True, False))
     pairs: dict[str, tuple[Any, Any]] = {
-        "quantize": (OPS.quantize(x, format, **how), codes),
+        "quantize": (OPS.quantize(x, format, **how), expected),
         "fake_quantize": (OPS.fake_quantize(x, format, dtype, **how), (inner, expected[2])),
         "dequantize": (OPS.dequantize(*decode, True, offs), full),
         "dequantize without outer": (OPS.dequantize(*decode, False, offs), inner),

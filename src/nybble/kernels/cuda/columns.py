@@ -316,8 +316,11 @@ def _finish_e4m3(
                 mask = inside & (first + (4 * h + i) < count)
                 store_values(values_ptr, (row + (4 * h + i)) * columns + column, v, mask, OUT_BF16, ASM)
         else:
+            nan = first * 0
+            for i in tl.static_range(4):  # padding of a group has code 0 in any block
+                nan = nan | tl.where(first + (4 * h + i) < count, 0x7F << (8 * i), 0)
             for j in tl.static_range(8):
-                halves = halves + (tl.where(bads[j], 0x7F7F7F7F, words[j]).to(tl.uint32),)
+                halves = halves + (tl.where(bads[j], nan, words[j]).to(tl.uint32),)
     if not VALUES:
         pairs = ()
         for j in tl.static_range(8):
