@@ -1,6 +1,6 @@
 """Training speed of the preset `small` on one GPU, against transformers' class and a plain MoE.
 
-    python benchmarks/pretrain_cuda.py --sides yardstick bf16 inkling hopper [--compile]
+    python benchmarks/pretrain_cuda.py --sides yardstick bf16 inkling hopper [--graph | --compile]
 
 Random tokens, FP32 masters, BF16 activations, fused AdamW; one optimiser step a batch, median of the steps
 after `--warmup`. Sides: `yardstick` is a plain MoE of the same size (RMSNorm, flash attention of torch,
@@ -14,6 +14,7 @@ import gc
 import json
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,8 @@ import tyro
 from torch import Tensor, nn
 
 from nybble.layers import convert, refresh, set_step
-from nybble.models import Inkling2ForCausalLM, presets
+from nybble.models import Inkling2ForCausalLM, presets, regions
+from nybble.pretrain.captured import Captured
 from nybble.pretrain.flops import model_flops
 
 PEAK_BF16 = 989e12
@@ -39,7 +41,9 @@ class Config:
     steps: int = 12
     warmup: int = 4
     compile: bool = False
-    """Compile Nybble's model; the other sides always are."""
+    """Compile Nybble's model whole; the other sides always are."""
+    graph: bool = False
+    """Compile Nybble's elementwise passes and launch a step as a CUDA graph, as `nybble pretrain --graph`."""
     profile: Path | None = None
     """Write the kernels of one step of each side, by time, to files in this folder."""
     json: Path | None = None
@@ -150,6 +154,10 @@ class Side:
         )
         if self.compiled:
             self.model.compile()
+        self.captured: Captured | None = None
+        if config.graph and self.quantised:
+            regions.enable(True)
+            self.captured = Captured(self.model, self._of, partial(set_step, self.model))
         self.optimiser = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
 
     def loss(self, ids: Tensor, labels: Tensor, step: int) -> Tensor:
@@ -160,12 +168,19 @@ class Side:
             with torch.autocast("cuda", torch.bfloat16):
                 return self.model(input_ids=ids, labels=ids).loss
         set_step(self.model, step, 0)
-        refresh(self.model)
+        if self.compiled:
+            refresh(self.model)
         return self.model(ids, shift_labels=labels).loss
+
+    def _of(self, batch: dict[str, Tensor]) -> Tensor:
+        return self.model(batch["ids"], shift_labels=batch["labels"]).loss
 
     def step(self, ids: Tensor, labels: Tensor, step: int) -> None:
         """Forward, backward, update."""
-        self.loss(ids, labels, step).backward()
+        if self.captured is not None:
+            self.captured([{"ids": ids, "labels": labels}], step)
+        else:
+            self.loss(ids, labels, step).backward()
         self.optimiser.step()
         self.optimiser.zero_grad(set_to_none=True)
 
@@ -194,7 +209,7 @@ def measure(name: str, config: Config) -> dict[str, Any]:
     if config.profile is not None:
         write_profile(lambda: side.step(ids, labels, 1), config.profile / f"profile-{name}.txt")
     return {
-        "side": name + (", compiled" if side.compiled else ""),
+        "side": name + (", compiled" if side.compiled else ", graph" if side.captured else ""),
         "ms": ms,
         "tokens_per_s": tokens / ms * 1e3,
         "mfu": side.flops * tokens / ms * 1e3 / PEAK_BF16,

@@ -12,7 +12,7 @@ from nybble.pretrain.config import PretrainConfig
 from nybble.pretrain.configfile import load_toml
 from nybble.pretrain.defaults import preset_defaults
 
-FREE = ("out", "data", "device", "threads", "compile", "activation_checkpointing", "schedule.steps")
+FREE = ("out", "data", "device", "threads", "compile", "graph", "activation_checkpointing", "schedule.steps")
 FREE_SECTIONS = ("checkpoint.", "log.", "parallel.")
 """What may change when a run resumes; anything else would make it another run. Other steps bend the schedule
 from there on; another number of threads or ranks, another device or compiling may change last bits."""

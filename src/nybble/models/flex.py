@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -18,6 +18,17 @@ def _compiled_flex() -> Callable[..., Any]:
 
 def block_mask(S: int, window: int | None, segments: Tensor | None, B: int, device: torch.device) -> Any:
     """FlexAttention's mask of a causal, windowed, document-wise attention over S tokens."""
+    if segments is None and not torch.compiler.is_compiling():
+        return _same_for_all(S, window, device)
+    return _block_mask(S, window, segments, B, device)
+
+
+@lru_cache(maxsize=16)
+def _same_for_all(S: int, window: int | None, device: torch.device) -> Any:
+    return _block_mask(S, window, None, 1, device)
+
+
+def _block_mask(S: int, window: int | None, segments: Tensor | None, B: int, device: torch.device) -> Any:
     from torch.nn.attention.flex_attention import create_block_mask
 
     def allowed(b: Tensor, head: Tensor, i: Tensor, j: Tensor) -> Tensor:  # noqa: ARG001

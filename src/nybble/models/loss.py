@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from nybble.models.cpu import head as fused
+from nybble.models.regions import region
 
 IGNORE = -100
 """Label of a position that has no target."""
@@ -25,6 +26,7 @@ def _chunk_rows(hidden: Tensor, vocabulary: int) -> int:
     return max(16, elements // max(vocabulary, 1))
 
 
+@region
 def _rows(z: Tensor, labels: Tensor, cap: float | None, share: Tensor) -> Tensor:
     """Loss of each row [n] of z [n, V] before its cap, if any; z becomes share * d loss / d z."""
     keep = (labels != IGNORE)[:, None]

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from nybble.models.cpu import gated
 from nybble.models.cpu import norms as fused
+from nybble.models.regions import region
 
 CLIP_EPS = fused.CLIP_EPS
 """Added to a norm before dividing by it, as the published model does."""
@@ -37,12 +38,16 @@ class _RMSNorm(torch.autograd.Function):
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     """x / sqrt(mean(x^2) + eps), times `weight` [last axis] if given; same shape, FP32."""
+    if by_hand(x.float()):
+        return _RMSNorm.apply(x.float(), None if weight is None else weight.float(), eps)
+    return _rms_norm(x, weight, eps)
+
+
+@region
+def _rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     x = x.float()
-    weight = None if weight is None else weight.float()
-    if by_hand(x):
-        return _RMSNorm.apply(x, weight, eps)
     y = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
-    return y if weight is None else y * weight
+    return y if weight is None else y * weight.float()
 
 
 class _GatedRMSNorm(torch.autograd.Function):
@@ -94,15 +99,19 @@ def l2_clip(x: Tensor, threshold: float, scale: Tensor | None = None, gain: Tens
     Returns:
         FP32, the shape of x.
     """
-    x = x.float()
-    scale = None if scale is None else scale.float()
-    if by_hand(x):
-        if scale is None:
-            scale = x.new_ones(x.shape[-2:])
+    if by_hand(x.float()):
+        x = x.float()
+        scale = x.new_ones(x.shape[-2:]) if scale is None else scale.float()
         if gain is not None:
             gain = gain.expand(*x.shape[:-2], 1, 1).reshape(-1)
         return _L2Clip.apply(x, scale, gain, threshold)
-    y = x if scale is None else x * scale
+    return _l2_clip(x, threshold, scale, gain)
+
+
+@region
+def _l2_clip(x: Tensor, threshold: float, scale: Tensor | None, gain: Tensor | None) -> Tensor:
+    x = x.float()
+    y = x if scale is None else x * scale.float()
     norm = torch.linalg.vector_norm(y, dim=-1, keepdim=True)
     y = y * (threshold / (norm + CLIP_EPS)).clamp(max=1.0)
     return y if gain is None else y * gain

@@ -193,7 +193,9 @@ class PretrainConfig:
     threads: int = 0
     """CPU threads; 0 leaves torch's choice. Losses are reproducible for a given number of threads."""
     compile: bool = False
-    """Compile the model with torch.compile: pays on a GPU."""
+    """Compile the whole model with torch.compile: minutes at the start of a run on a GPU."""
+    graph: bool = False
+    """On one GPU: compile the elementwise passes alone, and launch each pass as a CUDA graph."""
     activation_checkpointing: bool = False
     """Keep only each layer's input and compute the layer again in the backward pass: same bits, less
     memory.
@@ -208,6 +210,9 @@ class PretrainConfig:
 
     def __post_init__(self) -> None:
         _require(self.vocab_size >= 0, "vocab_size", f"is {self.vocab_size}; it must not be negative")
+        _require(
+            not (self.graph and self.compile), "graph", "and compile are two ways to one end; leave one out"
+        )
         _require(self.threads >= 0, "threads", f"is {self.threads}; it must not be negative")
         _require(0 <= self.seed < 1 << 63, "seed", f"is {self.seed}; it must lie in [0, 2^63)")
 

@@ -32,11 +32,10 @@ def model_flops(model: nn.Module, sequence: int) -> float:
             total += sum(6.0 * p.numel() / p.shape[0] * k for p in weights)
         elif isinstance(module, nn.Linear):
             total += 6.0 * module.weight.numel()
-        window = getattr(module, "window", 0)
-        projection = getattr(module, "q_proj", None)
-        if projection is not None and hasattr(module, "window"):
+        window, projection = getattr(module, "window", 0), getattr(module, "q_proj", None)
+        if projection is not None and window != 0:
             keys = sequence / 2 if window is None else min(window, sequence / 2)
-            width = projection.linear.out_features
+            width = getattr(projection, "linear", projection).out_features
             total += 12.0 * width * keys
     return total
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import time
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,7 +41,8 @@ def train_step(session: Session, step: int) -> dict[str, Any]:
 
     session.model.train()
     balance.begin_step()
-    loss = forward_backward(session, batches, step)
+    passes = session.captured or partial(forward_backward, session)
+    loss = passes(batches, step)
     norm = optimiser.clip_gradients()
 
     loss_value, norm_value = torch.stack([loss, norm.float()]).tolist()
@@ -131,6 +133,8 @@ def train(session: Session, stop: StopRequest) -> list[dict[str, Any]]:
             timed_s += seconds
         row["elapsed_s"] = round(session.elapsed_s, 3)
         row["tokens_per_s"] = round(config.batch.tokens_per_step / step_seconds, 1)
+        if session.peak_flops is not None:
+            row["mfu"] = round(row["tokens_per_s"] * session.flops_per_token / session.peak_flops, 5)
         row["memory_gib"] = round(session.peak_memory() / 2**30, 3)
         if together.is_main():
             session.metrics.write(row)

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any, TextIO
 
-TIMING_FIELDS = frozenset({"elapsed_s", "tokens_per_s", "memory_gib", "exchange_wait_s"})
+TIMING_FIELDS = frozenset({"elapsed_s", "tokens_per_s", "memory_gib", "mfu", "exchange_wait_s"})
 """Fields that differ between two runs of the same settings; all others are equal, bit for bit."""
 
 
@@ -63,6 +63,7 @@ def step_line(row: dict[str, Any], steps: int, eta_s: float) -> str:
         parts.append(f"load +{row['load_violation']:.2f}")
     parts += [
         f"{_si(row['tokens_per_s'])} tok/s",
+        *([f"MFU {row['mfu']:.1%} of BF16"] if "mfu" in row else []),
         f"{row['memory_gib']:.1f} GiB",
         *_exchanged(row),
         f"eta {duration(eta_s)}",

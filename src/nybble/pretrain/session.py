@@ -22,7 +22,9 @@ from nybble.layers.step import set_step
 from nybble.parallel import Monitor
 from nybble.pretrain import metrics
 from nybble.pretrain.balance import LoadBalance
+from nybble.pretrain.captured import Captured
 from nybble.pretrain.config import PretrainConfig
+from nybble.pretrain.flops import bf16_peak, model_flops
 from nybble.pretrain.metrics import MetricsFile
 from nybble.pretrain.optimiser import Optimiser
 from nybble.pretrain.runfolder import RunFolder
@@ -69,6 +71,9 @@ class Session:
         self.device = device or torch.device("cpu")
         self.balance = LoadBalance(model, config.optimiser.bias_update)
         self.optimiser = Optimiser(model, config.optimiser)
+        self.captured = Captured(model, self.loss, self.set_step) if config.graph else None
+        self.flops_per_token = model_flops(model, config.batch.sequence)
+        self.peak_flops = bf16_peak(self.device)
         self.sinks: list[Sink] = []
         self.step = 0
         self.first_step = 0

@@ -16,7 +16,7 @@ from nybble.checkpoints.identity import digest
 from nybble.data import Dataset, Loader
 from nybble.errors import ConfigError
 from nybble.layers import Report
-from nybble.models import CausalLM, presets
+from nybble.models import CausalLM, presets, regions
 from nybble.parallel import Mesh, Monitor, convert, make_mesh, shard
 from nybble.parallel.launch import check_agreement, joined, named_loss, rank_device
 from nybble.pretrain import metrics
@@ -37,6 +37,8 @@ def pretrain(config: PretrainConfig, *, resume: bool = False, overwrite: bool = 
     All that can be wrong with the settings is found before the run folder is touched.
     """
     device = rank_device(pick_device(config.device))
+    if config.graph and (device.type != "cuda" or together.active()):
+        raise ConfigError("graph works in a run of one process on one GPU; leave it out")
     if config.threads:
         torch.set_num_threads(config.threads)
     monitor, exchanges = Monitor(), config.parallel
@@ -57,6 +59,10 @@ def _pretrain(
     train_data, held_out = _loaders(config, dataset)
     mesh = _mesh(config, device)
     model, report = build_model(config, dataset, recipe, device, mesh, monitor)
+    if config.graph and any(getattr(module, "phases", ()) for module in model.modules()):
+        raise ConfigError(
+            f"graph cannot follow recipe {recipe.name}, which changes within a run; leave it out"
+        )
 
     run = RunFolder(config.run_folder, resume=resume, overwrite=overwrite)
     session = Session(
@@ -114,6 +120,7 @@ def build_model(
     model.checkpoint_layers(config.activation_checkpointing)
     if config.compile:
         model.compile()
+    regions.enable(config.graph)
     if mesh is not None:
         gather = torch.bfloat16 if config.parallel.gather == "bf16" else None
         shard(model, mesh, gather=gather, reshard=config.parallel.reshard)

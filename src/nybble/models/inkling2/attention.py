@@ -10,6 +10,7 @@ from nybble.models.inkling2.conv import DynamicShortConvolution, ShortConvolutio
 from nybble.models.inkling2.flex import attend_flex
 from nybble.models.linear import Linear
 from nybble.models.norms import l2_clip, rms_norm
+from nybble.models.regions import region
 
 
 class ScaledClip(nn.Module):
@@ -73,8 +74,12 @@ class GatedOutputProjection(nn.Module):
         self.linear = Linear(width, hidden)
 
     def forward(self, attended: Tensor, x: Tensor) -> Tensor:
-        gate = torch.sigmoid(self.gate_proj(x).float())
-        return self.linear((attended.float() * gate).to(attended.dtype))
+        return self.linear(_gated(attended, self.gate_proj(x)))
+
+
+@region
+def _gated(attended: Tensor, gate: Tensor) -> Tensor:
+    return (attended.float() * torch.sigmoid(gate.float())).to(attended.dtype)
 
 
 class RelativePositionBias(nn.Module):

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from nybble.models.context import Context
 from nybble.models.conv import causal_conv, lagged
 from nybble.models.linear import Linear
+from nybble.models.regions import region
 
 
 class ShortConvolution(nn.Module):
@@ -22,14 +23,19 @@ class ShortConvolution(nn.Module):
         self.conv1d = nn.Conv1d(channels, channels, kernel, groups=channels, bias=False)  # holds the weight
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
-        dtype, x = x.dtype, x.float()
-        # the last tap of a cross-correlation weighs the current token: lag 0; there the residual joins
-        taps = self.conv1d.weight.float()[:, 0].flip(-1).T
-        identity = torch.zeros_like(taps)
-        identity[0] = 1.0
-        taps = (taps + identity) / math.sqrt(self.kernel + 1)
         past = context.conv_state(x, self.layer, self.slot, self.kernel)
-        return causal_conv(x, taps, None, past, context.same).to(dtype)
+        return _short_convolution(x, self.conv1d.weight, past, context.same)
+
+
+@region
+def _short_convolution(x: Tensor, weight: Tensor, past: Tensor | None, same: tuple[Tensor, ...]) -> Tensor:
+    dtype, x = x.dtype, x.float()
+    # the last tap of a cross-correlation weighs the current token: lag 0; there the residual joins
+    taps = weight.float()[:, 0].flip(-1).T
+    identity = torch.zeros_like(taps)
+    identity[0] = 1.0
+    taps = (taps + identity) / math.sqrt(taps.shape[0] + 1)
+    return causal_conv(x, taps, None, past, same).to(dtype)
 
 
 class DynamicShortConvolution(nn.Module):
@@ -46,16 +52,24 @@ class DynamicShortConvolution(nn.Module):
         self.weight_proj = Linear(hidden, heads * kernel)
 
     def forward(self, x: Tensor, context: Context, driver: Tensor) -> Tensor:
-        dtype, x = x.dtype, x.float()
-        B, S, C = x.shape
         past = context.conv_state(x, self.layer, self.slot, self.kernel)
-        same = context.same
-        dynamic = self.weight_proj(driver).float().view(B, S, self.heads, self.kernel)
-        static = self.static_weight.float().view(self.kernel, self.heads, C // self.heads)
-        y = x.view(B, S, self.heads, C // self.heads) * (1.0 + static[0] + dynamic[..., :1])
-        for lag in range(1, self.kernel):
-            late = lagged(x, past, lag)
-            if same:
-                late = late * same[lag - 1]
-            y = y + late.view(B, S, self.heads, C // self.heads) * (static[lag] + dynamic[..., lag, None])
-        return (y.reshape(B, S, C) / math.sqrt(2 * self.kernel + 1)).to(dtype)
+        return _dynamic_convolution(x, self.static_weight, self.weight_proj(driver), past, context.same)
+
+
+@region
+def _dynamic_convolution(
+    x: Tensor, static: Tensor, dynamic: Tensor, past: Tensor | None, same: tuple[Tensor, ...]
+) -> Tensor:
+    dtype, x = x.dtype, x.float()
+    B, S, C = x.shape
+    kernel = static.shape[0]
+    heads = dynamic.shape[-1] // kernel
+    dynamic = dynamic.float().view(B, S, heads, kernel)
+    static = static.float().view(kernel, heads, C // heads)
+    y = x.view(B, S, heads, C // heads) * (1.0 + static[0] + dynamic[..., :1])
+    for lag in range(1, kernel):
+        late = lagged(x, past, lag)
+        if same:
+            late = late * same[lag - 1]
+        y = y + late.view(B, S, heads, C // heads) * (static[lag] + dynamic[..., lag, None])
+    return (y.reshape(B, S, C) / math.sqrt(2 * kernel + 1)).to(dtype)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from nybble.models.cpu import mix as fused
 from nybble.models.norms import by_hand, rms_norm
+from nybble.models.regions import region
 
 EPS = 1e-6
 
@@ -49,6 +50,20 @@ class BlockAttentionResidual(nn.Module):
             stacked = blocks[0][None] if len(blocks) == 1 else torch.stack(blocks)
             outs = _Mix.apply(scaled, partial.reshape(-1, H), stacked.flatten(1, -2))
             return outs.view(query.shape[0], *partial.shape).unbind(0)
-        sources = torch.stack([*blocks, rms_norm(partial, None, EPS)], dim=-2)  # [B, S, m + 1, H]
-        weights = torch.softmax(sources @ scaled.T, dim=-2)  # [B, S, m + 1, n]
-        return (weights.transpose(-1, -2) @ sources).unbind(-2)
+        return _mix(partial, scaled, blocks)
+
+
+@region
+def _mix(partial: Tensor, query: Tensor, blocks: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """query [n, H] over sqrt(H) -> n times [B, S, H]."""
+    sources = (*blocks, rms_norm(partial, None, EPS))
+    # sums over features and over sources, not products of matrices: both are too thin for tensor cores
+    scores = torch.stack([(source.unsqueeze(-2) * query).sum(-1) for source in sources], dim=-2)
+    weights = torch.softmax(scores, dim=-2)  # [B, S, m + 1, n]
+    outs = []
+    for n in range(query.shape[0]):
+        out = weights[..., 0, n, None] * sources[0]
+        for m in range(1, len(sources)):
+            out = out + weights[..., m, n, None] * sources[m]
+        outs.append(out)
+    return tuple(outs)

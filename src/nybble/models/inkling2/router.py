@@ -1,9 +1,34 @@
 """Sigmoid router: the k experts of a token by biased score, their weights by unbiased score."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import Inkling2TextConfig
+
+PARTS = 64
+"""Parts of the tokens whose gradients of a router are computed side by side on a GPU: the product over all of
+them at once is a thin one that keeps few multiprocessors busy."""
+
+
+class _Logits(torch.autograd.Function):
+    """hidden [T, H] and weight [E, H] -> logits [T, E], all products in FP32."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(hidden, weight)
+        return F.linear(hidden.float(), weight.float())
+
+    @staticmethod
+    def backward(ctx: Any, d: Tensor) -> tuple[Tensor, Tensor]:
+        hidden, weight = ctx.saved_tensors
+        dhidden = (d @ weight.float()).to(hidden.dtype)
+        x, parts = hidden.float(), PARTS if d.is_cuda and d.shape[0] % PARTS == 0 else 1
+        if parts == 1:
+            return dhidden, (d.T @ x).to(weight.dtype)
+        dweight = torch.bmm(d.view(parts, -1, d.shape[1]).transpose(1, 2), x.view(parts, -1, x.shape[1]))
+        return dhidden, dweight.sum(0).to(weight.dtype)
 
 
 class Router(nn.Module):
@@ -22,7 +47,7 @@ class Router(nn.Module):
         self.register_buffer("e_score_correction_bias", torch.zeros(config.n_routed_experts))
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        logits = F.linear(hidden.float(), self.weight.float())
+        logits = _Logits.apply(hidden, self.weight)
         scores = torch.sigmoid(logits)
         experts = torch.topk(
             scores + self.e_score_correction_bias.float(), self.top_k, dim=-1, sorted=False
