@@ -36,6 +36,8 @@ class Config:
         "hopper",
         "hopper:activations",
     )
+    compiled: bool = True
+    """Also compile the baseline, which fuses its elementwise passes."""
     micro: tuple[int, ...] = (1, 4)
     rounds: int = 10
 
@@ -87,7 +89,7 @@ def main(config: Config) -> None:
     print("| layer | micro | ms | to grouped_mm | peak GiB |\n|---|---|---|---|---|")
     for micro in config.micro:
         base = 0.0
-        for name in ("grouped_mm", "grouped_mm, compiled", *config.recipes):
+        for name in ("grouped_mm", *(("grouped_mm, compiled",) if config.compiled else ()), *config.recipes):
             model = nn.Sequential(FusedExperts(config))
             quantised = not name.startswith("grouped_mm")
             if quantised:

@@ -175,14 +175,16 @@ class Side:
     def _of(self, batch: dict[str, Tensor]) -> Tensor:
         return self.model(batch["ids"], shift_labels=batch["labels"]).loss
 
-    def step(self, ids: Tensor, labels: Tensor, step: int) -> None:
-        """Forward, backward, update."""
+    def step(self, ids: Tensor, labels: Tensor, step: int) -> Tensor:
+        """Forward, backward, update; the loss before it."""
         if self.captured is not None:
-            self.captured([{"ids": ids, "labels": labels}], step)
+            loss = self.captured([{"ids": ids, "labels": labels}], step)
         else:
-            self.loss(ids, labels, step).backward()
+            loss = self.loss(ids, labels, step)
+            loss.backward()
         self.optimiser.step()
         self.optimiser.zero_grad(set_to_none=True)
+        return loss.detach()
 
 
 def measure(name: str, config: Config) -> dict[str, Any]:
@@ -197,7 +199,7 @@ def measure(name: str, config: Config) -> dict[str, Any]:
     for step in range(config.warmup + config.steps):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
-        side.step(ids, labels, step)
+        loss = side.step(ids, labels, step)
         end.record()
         torch.cuda.synchronize()
         if step == 0:
@@ -215,6 +217,7 @@ def measure(name: str, config: Config) -> dict[str, Any]:
         "mfu": side.flops * tokens / ms * 1e3 / PEAK_BF16,
         "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
         "first_step_s": first_s,
+        "loss": float(loss),
     }
 
 
@@ -239,20 +242,21 @@ def main(config: Config) -> None:
     """Measure every side and print a table."""
     size = f"{config.batch} x {config.sequence} tokens"
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {size}")
-    print("| side | ms a step | tokens/s | MFU of BF16 peak | peak GiB | first step, s |")
-    print("|---|---|---|---|---|---|")
+    print("| side | ms a step | tokens/s | MFU of BF16 peak | peak GiB | first step, s | last loss |")
+    print("|---|---|---|---|---|---|---|")
     rows = []
     for name in config.sides:
         row = measure(name, config)
         rows.append(row)
         print(
             f"| {row['side']} | {row['ms']:.1f} | {row['tokens_per_s']:.0f} | {row['mfu']:.1%} | "
-            f"{row['peak_gib']:.1f} | {row['first_step_s']:.1f} |",
+            f"{row['peak_gib']:.1f} | {row['first_step_s']:.1f} | {row['loss']:.3f} |",
             flush=True,
         )
         gc.collect()
         torch.cuda.empty_cache()
-        torch._dynamo.reset()
+        if not config.graph:
+            torch._dynamo.reset()
     if config.json is not None:
         config.json.write_text(
             json.dumps({"config": dataclasses.asdict(config), "rows": rows}, indent=1, default=str)

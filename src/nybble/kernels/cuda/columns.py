@@ -24,6 +24,7 @@ from nybble.kernels.cuda.elements import (
     value,
     with_sign,
 )
+from nybble.kernels.cuda.jit import Launched
 from nybble.kernels.cuda.registers import join8, store_values
 from nybble.kernels.cuda.sources import (
     NVFP4,
@@ -47,6 +48,7 @@ def to_lanes(t, W: tl.constexpr, LANES: tl.constexpr, K: tl.constexpr):
     return tl.reshape(tl.broadcast_to(t[:, None, :], (W, LANES, K)), (W * LANES * K,))
 
 
+@Launched
 @triton.jit(do_not_specialize=["draw_columns", "tokens", "blocks", "tag"])
 def quantize_columns(
     x_ptr,

@@ -24,6 +24,7 @@ from nybble.kernels.cuda.elements import (
     with_sign,
 )
 from nybble.kernels.cuda.gates import load_gated
+from nybble.kernels.cuda.jit import Launched
 from nybble.kernels.cuda.registers import (
     eight,
     finite_magnitude,
@@ -142,6 +143,7 @@ def store_words(codes_ptr, index, words, mask, COUNT: tl.constexpr):
             tl.store(codes_ptr + (at + 4 * k), w.to(tl.int32, bitcast=True), mask=mask[:, None])
 
 
+@Launched
 @triton.jit(do_not_specialize=["code_stride", "scale_stride", "amax_stride", "units", "groups", "tag"])
 def quantize_rows(
     x_ptr,  # BF16 as int32 pairs, or FP32
