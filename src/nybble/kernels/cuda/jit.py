@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
+KNOWN_LAUNCHER = triton.__version__.startswith("3.6.")
 MIN_CAPABILITY = (9, 0)
 
 
@@ -39,7 +40,8 @@ class Launched:
 
     Triton looks at every argument, option and global variable at each launch, which takes 0.2 ms of the host
     for kernels with as many as these have: longer than they run. Here the arguments are looked at once, for
-    what Triton specialises code on: types, divisibility by 16, and the value 1.
+    what Triton specialises code on: types, divisibility by 16, and the value 1. Written for the launcher of
+    Triton 3.6; other versions launch as they always do. Not yet run on a GPU.
     """
 
     def __init__(self, function: Any) -> None:
@@ -52,7 +54,7 @@ class Launched:
             self._plain = tuple(p.do_not_specialize for p in function.params)
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        return self.function[grid] if INTERPRETED else partial(self._launch, grid)
+        return partial(self._launch, grid) if KNOWN_LAUNCHER and not INTERPRETED else self.function[grid]
 
     def _launch(self, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
         device = torch.cuda.current_device()
