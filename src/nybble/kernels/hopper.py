@@ -109,7 +109,7 @@ def _check(sizes: Sequence[int]) -> None:
 
 
 def _multiply_rows(codes: Tensor, scales: Tensor, w_codes: Tensor, w_scales: Tensor, offs: Tensor) -> Tensor:
-    # Partial sums are added in FP32: fast accumulation is no faster here and loses bits.
+    # Partial sums are added in FP32: fast accumulation, a tenth faster, keeps fewer bits of them.
     return torch._scaled_grouped_mm(
         codes,
         w_codes.transpose(-2, -1),
