@@ -90,12 +90,6 @@ def gather(value: T) -> list[T]:
     return everyone
 
 
-def barrier() -> None:
-    """Waits until all ranks are here."""
-    if active():
-        gather(None)
-
-
 def total(values: Sequence[float], device: torch.device | None = None) -> list[float]:
     """Sums of numbers over ranks, in FP64."""
     if not active():
