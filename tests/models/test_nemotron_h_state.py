@@ -109,3 +109,14 @@ def test_results_do_not_depend_on_the_number_of_threads(threads: int) -> None:
     # torch's own products may divide their work by threads; the passes between may not
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+
+
+def test_training_goes_on_after_an_evaluation_in_inference_mode() -> None:
+    model = random_model(hybrid_override_pattern="M")
+    ids = random_ids(2, 33)
+    by_hand._kept.__dict__.clear()
+    with torch.inference_mode():
+        before = model(ids, labels=ids).loss.item()
+    loss = model(ids, labels=ids).loss
+    loss.backward()
+    assert loss.item() == before

@@ -1,9 +1,10 @@
 """The chunked Mamba-2 scan on a CPU and its derivative: products of small matrices and passes between them.
 
-Formulas: `nemotron_h/scan.py`; legend: `scan_passes.py`. A few sequences at a time, through buffers that stay
-in the cache: fresh memory would cost as much as the products that fill it.
+Formulas: `nemotron_h/scan.py`; legend: `scan_passes.py`. A few sequences at a time go through buffers that
+all layers share, so that they stay in the processor's cache.
 """
 
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,6 +21,11 @@ CHUNK = 64
 
 TOKENS = 1024
 """Tokens that go through the buffers together, if sequences are shorter."""
+
+LARGEST_KEPT = 1 << 24
+"""Numbers in buffers that stay after a call, 64 MiB: those of long sequences are given back."""
+
+_kept = threading.local()
 
 
 class _Buffers:
@@ -39,6 +45,21 @@ class _Buffers:
         self.cum, self.enter, self.carry = torch.empty(Z, H, L), torch.empty(Z, H, L), torch.empty(Z, H)
         self.cb, self.m = torch.empty(Z, G, L, L), torch.empty(Z, H, L, L)
         self.states = torch.empty(Z, G, N, W)
+        like = (self.u, self.ue, self.b, self.c, self.cb, self.states)
+        self.du, self.due, self.db, self.dc, self.dcb, self.ds = (torch.empty_like(t) for t in like)
+
+    @staticmethod
+    def get(B: int, S: int, shape: tuple[int, int, int, int]) -> "_Buffers":
+        """This thread's own, from the call before if that was alike."""
+        key = (B, S, CHUNK, *shape)
+        if getattr(_kept, "key", None) == key:
+            kept: _Buffers = _kept.buffers
+            return kept
+        with torch.inference_mode(False):  # training may come after an evaluation in that mode
+            new = _Buffers(B, S, shape)
+        if sum(t.numel() for t in vars(new).values() if isinstance(t, Tensor)) <= LARGEST_KEPT:
+            _kept.key, _kept.buffers = key, new
+        return new
 
     def fill(self, xbc: Tensor, dt: Tensor, A: Tensor, starts: Any) -> None:
         """What both directions begin with."""
@@ -78,12 +99,9 @@ def forward(
     y = torch.empty(B, S, H * P)
     n = -(-S // min(CHUNK, S))
     prev = torch.empty(B * n, G, N, H // G * P)
-    room: dict[int, _Buffers] = {}
     for part in _parts(B, S):
         count = part.stop - part.start
-        if count not in room:
-            room[count] = _Buffers(count, S, shape)
-        r = room[count]
+        r = _Buffers.get(count, S, shape)
         line, out = _rows(starts, part), prev[part.start * n : part.stop * n]
         r.fill(xbc[part], dt[part], A, line)
         split(passes.weigh, count * n * H, 8 * r.m.numel(), floats(r.cb), floats(r.cum), line, S, floats(r.m))
@@ -113,13 +131,9 @@ def backward(
     n = -(-S // min(CHUNK, S))
     dxbc, ddt = torch.empty(xbc.shape), torch.empty(dt.shape)
     dA, dD, dlast = torch.empty(B * n, H), torch.empty(B * n, H), torch.empty(B * n, H)
-    room: dict[int, tuple[_Buffers, list[Tensor]]] = {}
     for part in _parts(B, S):
         count = part.stop - part.start
-        if count not in room:
-            r = _Buffers(count, S, shape)
-            room[count] = r, [torch.empty_like(t) for t in (r.u, r.ue, r.b, r.c, r.cb, r.states)]
-        r, (du, due, db, dc, dcb, ds) = room[count]
+        r = _Buffers.get(count, S, shape)
         line, chunks = _rows(starts, part), slice(part.start * n, part.stop * n)
         before = prev[chunks]
         r.fill(xbc[part], dt[part], A, line)
@@ -127,20 +141,21 @@ def backward(
         split(passes.spread, count * n, 4 * dy[part].numel(), *arrays)
         product(r.near, r.u.mT, r.m)
         given = floats(r.cb), floats(r.cum)
-        made = floats(r.m), floats(dcb)
+        made = floats(r.m), floats(r.dcb)
         split(passes.weigh_backward, count * n * G, 8 * r.m.numel(), *given, line, S, *made)
-        product(r.m.mT, r.near, du)
+        product(r.m.mT, r.near, r.du)
         product(r.c.mT, r.far, r.states)
         arrays = [floats(t) for t in (before, r.states, r.carry)]
-        split(
-            passes.pass_on_backward, count * G, 4 * ds.numel(), *arrays, n, floats(ds), floats(dlast[chunks])
-        )
-        product(r.b, ds, due)
-        product(dcb.mT, r.c, db)
-        product(r.ue, ds.mT, db, add=True)
-        product(dcb, r.b, dc)
-        product(r.far, before.mT, dc, add=True)
+        made = floats(r.ds), floats(dlast[chunks])
+        split(passes.pass_on_backward, count * G, 4 * r.ds.numel(), *arrays, n, *made)
+        product(r.b, r.ds, r.due)
+        product(r.dcb.mT, r.c, r.db)
+        product(r.ue, r.ds.mT, r.db, add=True)
+        product(r.dcb, r.b, r.dc)
+        product(r.far, before.mT, r.dc, add=True)
         inputs = [floats(t) for t in (dy[part], y[part], xbc[part], dt[part], A, D)]
-        outputs = [r.cum, du, due, db, dc, dlast[chunks], dxbc[part], ddt[part], dA[chunks], dD[chunks]]
-        split(passes.collect, count * n, 8 * dy[part].numel(), *inputs, line, *(floats(t) for t in outputs))
+        products = (r.cum, r.du, r.due, r.db, r.dc, dlast[chunks])
+        outputs = (dxbc[part], ddt[part], dA[chunks], dD[chunks])
+        arrays = [floats(t) for t in (*products, *outputs)]
+        split(passes.collect, count * n, 8 * dy[part].numel(), *inputs, line, *arrays)
     return dxbc, ddt, dA.sum(0), dD.sum(0)
