@@ -236,19 +236,18 @@ def fp8_columns(
     """x [T, C] in fp8-row along each group's rows: codes uint8 [C, P], scales FP32 [G, C].
 
     Group g begins at column 32 * sum over h < g of max(1, ceil(T_h / 32)) of P = 32 * (T // 32 + G); padding
-    has code 0 (0x7F where its column holds a NaN or an infinity).
+    has code 0.
     """
     T, C = x.shape
-    ends, starts = fp8_ends(offs).tolist(), [0, *fp8_ends(offs).tolist()]
-    codes = torch.zeros(C, 32 * (T // 32 + len(ends)), dtype=torch.uint8, device=x.device)
-    scales = torch.ones(len(ends), C, device=x.device)
+    starts, groups = [0, *fp8_ends(offs).tolist()], offs.shape[0]
+    codes = torch.zeros(C, 32 * (T // 32 + groups), dtype=torch.uint8, device=x.device)
+    scales = torch.ones(groups, C, device=x.device)
     names = torch.arange(T, device=x.device) if rows is None else rows
     for g, (a, b) in enumerate(zip([0, *offs.tolist()], offs.tolist(), strict=False)):
         if b > a:
             part, scale, _ = ops.quantize(
                 x[a:b], "fp8-row", -2, rounding, "tensor", key, layer, operand, names[a:b]
             )
-            codes[:, starts[g] : ends[g]] = torch.where(scale.isnan(), 0x7F, 0)
             codes[:, starts[g] : starts[g] + b - a] = part
             scales[g] = scale[:, 0]
     return codes, scales

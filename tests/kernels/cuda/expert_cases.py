@@ -23,7 +23,7 @@ def routing(T: int, k: int, E: int, seed: int = 0) -> dict[str, Any]:
 
 
 def calls(
-    T: int = 7, k: int = 2, E: int = 4, width: int = 32, seed: int = 0
+    T: int = 4, k: int = 2, E: int = 3, width: int = 32, seed: int = 0
 ) -> list[tuple[str, tuple[Any, ...]]]:
     """(op, arguments) for every kernel."""
     r = routing(T, k, E, seed)

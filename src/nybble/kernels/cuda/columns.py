@@ -163,8 +163,6 @@ def quantize_columns(
         else:
             m = over_lanes(maxima[j], W, LANES, K)
         bad = m >= rule.INFINITE
-        if WHOLE and GROUPED:
-            bad = bad & (tl.load(count_ptr + wb + wk * 0, mask=wb < blocks, other=-1) >= 0)
         if SCALE == rule.E4M3:
             which = lead + (wk + wb) * 0
             if OUTER == 1:
