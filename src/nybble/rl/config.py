@@ -124,7 +124,7 @@ class RLConfig:
     optimiser: OptimiserConfig = field(
         default_factory=lambda: OptimiserConfig(lr=2e-4, weight_decay=0.0, bias_update=0.0)
     )
-    schedule: ScheduleConfig = field(default_factory=lambda: ScheduleConfig(steps=50, warmup=0, decay=0.0))
+    schedule: ScheduleConfig = field(default_factory=lambda: ScheduleConfig(steps=50, warmup=5, decay=0.0))
     checkpoint: CheckpointConfig = field(default_factory=lambda: CheckpointConfig(save_every=10))
     log: LogConfig = field(default_factory=lambda: LogConfig(log_every=1))
 
