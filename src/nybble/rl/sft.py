@@ -14,6 +14,7 @@ import torch
 import tyro
 from torch import Tensor, nn
 
+from nybble import together
 from nybble.analysis.plots import plot_loss
 from nybble.checkpoints.hub import TrainedModel, load_model, save_model
 from nybble.checkpoints.identity import digest
@@ -136,6 +137,8 @@ class SolvedProblems:
 
 def fine_tune(config: SFTConfig, *, resume: bool = False, overwrite: bool = False) -> int:
     """Trains, and returns the exit status, as `pretrain` does."""
+    if together.launched():
+        raise ConfigError("nybble sft runs in one process; start it without torchrun")
     device = pick_device(config.device)
     if config.threads:
         torch.set_num_threads(config.threads)
