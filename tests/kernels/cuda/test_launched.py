@@ -40,6 +40,7 @@ def launched(monkeypatch):
 
     if jit.INTERPRETED:
         pytest.skip("Triton is interpreted")
+    monkeypatch.setattr(jit, "OWN_LAUNCH", True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 7, raising=False)
     compiler = Compiler()

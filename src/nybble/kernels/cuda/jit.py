@@ -5,6 +5,7 @@ no spelling for (rounding towards zero, the reciprocal, E4M3 conversions); where
 functions in plain Triton. Both give the same bits.
 """
 
+import os
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
@@ -15,7 +16,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
-KNOWN_LAUNCHER = triton.__version__.startswith("3.6.")
+OWN_LAUNCH = os.environ.get("NYBBLE_OWN_LAUNCH") == "1" and triton.__version__.startswith("3.6.")
+"""Off unless asked for, until the conformance suite has run with it on a GPU."""
 MIN_CAPABILITY = (9, 0)
 
 
@@ -40,8 +42,8 @@ class Launched:
 
     Triton looks at every argument, option and global variable at each launch, which takes 0.2 ms of the host
     for kernels with as many as these have: longer than they run. Here the arguments are looked at once, for
-    what Triton specialises code on: types, divisibility by 16, and the value 1. Written for the launcher of
-    Triton 3.6; other versions launch as they always do. Not yet run on a GPU.
+    what Triton specialises code on: types, divisibility by 16, and the value 1. Used if OWN_LAUNCH says so,
+    with the launcher of Triton 3.6 alone. Not yet run on a GPU.
     """
 
     def __init__(self, function: Any) -> None:
@@ -54,7 +56,7 @@ class Launched:
             self._plain = tuple(p.do_not_specialize for p in function.params)
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        return partial(self._launch, grid) if KNOWN_LAUNCHER and not INTERPRETED else self.function[grid]
+        return partial(self._launch, grid) if OWN_LAUNCH and not INTERPRETED else self.function[grid]
 
     def _launch(self, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
         device = torch.cuda.current_device()
