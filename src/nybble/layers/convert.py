@@ -56,16 +56,16 @@ def convert(
     chosen = load_recipe(recipe)
     table = resolve(chosen, model, steps)
     modules = dict(model.named_modules())
-    unfit = {row.name: _unfit(row, modules[row.name]) for row in table.rows}
+    faults = {row.name: unfit(row, modules[row.name]) for row in table.rows}
     for row in (row for rows in (table.rows, *(rows for _, rows in table.later)) for row in rows):
-        if unfit[row.name] and not row.protected and row.gemms.quantised:
+        if faults[row.name] and not row.protected and row.gemms.quantised:
             raise RecipeError(
-                f"{row.name} ({type(modules[row.name]).__name__}) {unfit[row.name]}, which Nybble's experts "
+                f"{row.name} ({type(modules[row.name]).__name__}) {faults[row.name]}, which Nybble's experts "
                 "do not compute; leave it in bf16 by a later rule"
             )
     state = StepState(seed)
     for layer, row in enumerate(table.rows):
-        if not row.protected and not unfit[row.name]:
+        if not row.protected and not faults[row.name]:
             phases = [(0, row.gemms), *((start, rows[layer].gemms) for start, rows in table.later)]
             _swap(modules[row.name], row, layer, chosen, state, tuple(phases))
     for parameter in model.parameters():
@@ -73,7 +73,7 @@ def convert(
     return Report(recipe=chosen, resolved=table, state=state)
 
 
-def _unfit(row: Row, module: nn.Module) -> str:
+def unfit(row: Row, module: nn.Module) -> str:
     """Why `module` cannot be computed by Nybble's layers; empty when it can."""
     if row.kind != "experts":
         return ""

@@ -14,6 +14,7 @@ from nybble import formats
 from nybble.errors import RecipeError
 from nybble.layers import Experts, Report
 from nybble.layers import convert as convert_layers
+from nybble.layers.convert import unfit
 from nybble.layers.experts import up_name
 from nybble.parallel.exchange import Exchange
 from nybble.parallel.mesh import Mesh, expert_mesh, part
@@ -55,10 +56,10 @@ def convert(
     report = convert_layers(model, chosen, seed, steps)
     report.state.part = part(mesh)
     if ranks.size() > 1:
-        modules = dict(model.named_modules())
+        modules, monitor = dict(model.named_modules()), monitor or Monitor()
         for row in report.resolved.rows:
             if row.kind == "experts":
-                _share_out(modules[row.name], row, ranks, chosen.traffic, monitor or Monitor())
+                _share_out(modules[row.name], row, ranks, chosen.traffic, monitor)
     return report
 
 
@@ -72,8 +73,9 @@ def _check(model: nn.Module, recipe: Recipe, steps: int | None, ranks: int) -> N
                 f"{row.name} has {row.experts} experts, which {ranks} ranks cannot share out equally; "
                 "choose a number of ranks that divides them"
             )
-        if row.protected or not hasattr(model.get_submodule(row.name), "act_fn"):
-            raise RecipeError(f"{row.name} is not computed by Nybble's experts, so ranks cannot share it out")
+        fault = "is protected" if row.protected else unfit(row, model.get_submodule(row.name))
+        if fault:
+            raise RecipeError(f"{row.name} {fault}, so ranks cannot share its experts out")
         for role in ("fprop.w", "dgrad.w"):
             operand = row.gemms.get(role)
             if formats.get(operand.format).two_level and operand.outer == "tensor":
@@ -84,8 +86,7 @@ def _check(model: nn.Module, recipe: Recipe, steps: int | None, ranks: int) -> N
 
 
 def _share_out(module: nn.Module, row: Row, ranks: DeviceMesh, traffic: Traffic, monitor: Monitor) -> None:
-    if not isinstance(module, Experts):
-        raise RecipeError(f"{row.name} is not computed by Nybble's experts, so ranks cannot share it out")
+    assert isinstance(module, Experts)
     for name in (up_name(module), "down_proj"):
         whole = getattr(module, name)
         sharded = distribute_tensor(whole.detach(), ranks, [Shard(0)], src_data_rank=None)
