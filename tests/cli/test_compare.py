@@ -6,6 +6,7 @@ import math
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
@@ -165,6 +166,18 @@ def test_a_diverged_run_is_reported_and_a_missing_seed_widens_the_interval(
     monkeypatch.setattr(start, "pretrain", original)
     assert main(words(data, tmp_path / "out", *flags)) == 0  # a result is not tried again
     assert reason in capsys.readouterr().out
+
+
+def test_a_worker_that_was_told_to_stop_begins_no_other_run(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A pool hands its workers one run ahead, which would otherwise follow the stopped one."""
+    stopped = Event()
+    stopped.set()
+    monkeypatch.setattr(compare_runs, "_stopped", stopped)
+    assert main(words(data, tmp_path / "out")) == 1
+    assert "was not begun; the same line makes it" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
+import signal
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
+from multiprocessing.connection import wait
 from pathlib import Path
+from threading import Event, Thread
 
 from nybble.analysis.choices import accuracy, questions
 from nybble.analysis.summary import CHOICES, DIVERGED, RunSummary, read_summary
@@ -20,6 +24,9 @@ from nybble.pretrain.configfile import flatten, load_toml
 FREE = ("out", "recipe", "seed", "device", "threads", "compile", "activation_checkpointing")
 FREE_SECTIONS = ("checkpoint.", "log.")
 """Settings in which runs of one comparison may differ: those of precision, of pairing and of convenience."""
+
+_stopped = Event()
+"""In a worker that was told to stop: a pool hands its workers one task ahead, which must not begin."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +107,8 @@ def run(task: Task) -> str:
     """
     from nybble.pretrain.start import pretrain
 
+    if _stopped.is_set():
+        raise NybbleError(f"{task.name} was not begun; the same line makes it")
     folder = task.folder
     folder.mkdir(parents=True, exist_ok=True)
     done = task.summary() is not None
@@ -112,6 +121,10 @@ def run(task: Task) -> str:
                 (folder / DIVERGED).write_text(json.dumps({"reason": str(error)}) + "\n", encoding="utf-8")
                 status = 0
         if status:
+            if (parent := parent_process()) is not None:
+                _stopped.set()
+                if not parent.is_alive():
+                    os._exit(status)  # nobody is left to report to, and the pool would wait for more to do
             raise NybbleError(f"{task.name} was stopped; the same line goes on with it")
     if task.questions and not (folder / CHOICES).is_file() and not (folder / DIVERGED).is_file():
         _answer(task)
@@ -136,16 +149,35 @@ def _answer(task: Task) -> None:
 
 
 def run_all(tasks: list[Task], jobs: int) -> None:
-    """Makes the runs, `jobs` at a time, each in a process other than this one; in this one if jobs is 1."""
+    """Makes the runs, `jobs` at a time, each in a process other than this one; in this one if jobs is 1.
+
+    A signal ends it once the runs in progress are saved, or, if they got none themselves, ended.
+    """
     if jobs == 1:
         for number, task in enumerate(tasks, start=1):
             print(f"[{number}/{len(tasks)}] {run(task)}", flush=True)
         return
-    with ProcessPoolExecutor(min(jobs, len(tasks)), mp_context=get_context("spawn")) as pool:
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    workers = min(jobs, len(tasks))
+    with ProcessPoolExecutor(workers, get_context("spawn"), initializer=_follow_parent) as pool:
         made = as_completed([pool.submit(run, task) for task in tasks])
         try:
             for number, future in enumerate(made, start=1):
                 print(f"[{number}/{len(tasks)}] {future.result()}", flush=True)
         except BaseException:
-            pool.shutdown(wait=True, cancel_futures=True)  # those that run save, the others do not begin
+            pool.shutdown(wait=True, cancel_futures=True)
             raise
+        finally:
+            signal.signal(signal.SIGTERM, before)
+
+
+def _follow_parent() -> None:
+    """In a worker: be told to stop when the comparison's own process is gone, which leaves no other sign."""
+    parent = parent_process()
+    assert parent is not None
+
+    def follow() -> None:
+        wait([parent.sentinel])
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    Thread(target=follow, daemon=True).start()
