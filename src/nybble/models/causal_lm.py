@@ -75,6 +75,10 @@ class CausalLM(ExpertLoad, Pretrained):
         """Attention window of each layer, None for full attention or none at all."""
         raise NotImplementedError
 
+    def status(self) -> str | None:
+        """One line on how the model is computed where it is, and why, if there is a choice."""
+        return None
+
     @classmethod
     def can_generate(cls) -> bool:
         """False: `nybble.models.generate` generates, not transformers."""

@@ -214,7 +214,7 @@ _PRESETS = (
     ),
     Preset(
         name="hybrid-small",
-        description="the hybrid at about 90 M parameters: one GPU",
+        description="the hybrid at 86 M parameters: one GPU",
         model_type="nemotron_h",
         config={
             **_HYBRID_TOKENS,

@@ -198,6 +198,8 @@ def _introduce(
     if mesh is not None:
         print(f"ranks   {mesh.text()}")
     print(f"model   {config.preset}, {parameters / 1e6:.1f} M parameters")
+    if isinstance(session.model, CausalLM) and (note := session.model.status()):
+        print(f"        {note}")
     print(
         f"data    {dataset.folder}: {len(dataset.shards('train'))} tokens to train on, "
         f"unigram entropy of the held-out text {dataset.splits['val'].unigram_entropy:.4f} nats a token"

@@ -37,8 +37,7 @@ class _Buffers:
     def __init__(self, B: int, S: int, shape: tuple[int, int, int, int]) -> None:
         H, P, G, N = shape
         L = min(CHUNK, S)
-        self.S, self.n = S, -(-S // L)
-        Z, W = B * self.n, H // G * P
+        Z, W = B * -(-S // L), H // G * P
         self.u, self.near = torch.empty(Z, H, L, P), torch.empty(Z, H, L, P)
         self.ue, self.far = torch.empty(Z, G, L, W), torch.empty(Z, G, L, W)
         self.b, self.c = torch.empty(Z, G, L, N), torch.empty(Z, G, L, N)

@@ -102,7 +102,6 @@ class NemotronHForCausalLM(CausalLM, NemotronHPreTrainedModel):
                 yield layer.mixer.gate
 
     def status(self) -> str:
-        """One line on how the Mamba layers are computed on the model's device, and why."""
         device = self.lm_head.weight.device
         reason = kernels.cannot_run(device, self.kernel)
         if reason is None:

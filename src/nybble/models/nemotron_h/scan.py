@@ -98,9 +98,8 @@ def _chunked(
     seen = row[:, None] >= row  # [L, L]: does i see j
     if starts is not None:
         starts = torch.cat([starts, starts[:, -1:].expand(B, pad)], dim=1).view(B, n, L)
-        starts = (
-            starts - L * torch.arange(n, device=xbc.device)[:, None]
-        )  # counted from the chunk's first row
+        # counted from the chunk's first row
+        starts = starts - L * torch.arange(n, device=xbc.device)[:, None]
         seen = (seen & (row >= starts[..., None]))[:, :, None, None]
     gaps = (cum[..., :, None] - cum[..., None, :]).masked_fill(~seen, -torch.inf)
     weights = (c @ b.transpose(-1, -2))[:, :, :, None] * gaps.exp().to(dtype)  # [B, n, G, R, L, L]
@@ -115,9 +114,8 @@ def _chunked(
     ended = (u * left[..., None]).to(dtype).transpose(3, 4).reshape(B, n, G, L, R * P)
     states = (b.transpose(-1, -2) @ ended).float().view(B, n, G, N, R, P)
     first = states.new_zeros(B, 1, G, N, R, P) if state is None else state.view(B, 1, G, N, R, P)
-    states = _prefix(
-        torch.cat([first, states], dim=1), F.pad(carry, (0, 0, 0, 0, 1, 0))[:, :, :, None, :, None]
-    )
+    carry = F.pad(carry, (0, 0, 0, 0, 1, 0))[:, :, :, None, :, None]  # [B, n + 1, G, 1, R, 1]
+    states = _prefix(torch.cat([first, states], dim=1), carry)
     before = states[:, :-1].reshape(B, n, G, N, R * P)
     far = (c @ before.to(dtype)).float().view(B, n, G, L, R, P).transpose(3, 4) * enter[..., None]
     y = (y + far).permute(0, 1, 4, 2, 3, 5).reshape(B, n * L, H * P)[:, :S]
