@@ -96,3 +96,22 @@ def test_experts_noted_are_those_of_each_token() -> None:
     for request, completion in zip(asked, done, strict=True):
         assert completion.experts.shape == (len(request.prompt) + len(completion.tokens) - 1, 3, 2)
         assert completion.experts.dtype == np.uint16
+
+
+def test_gradients_in_the_mode_are_those_outside_it() -> None:
+    model = policy_model("bf16")
+    asked = requests(6)
+    done = sample(model, asked, PARAMS, STOP, invariant=True)
+    (batch,) = micro_batches([rollout(r, c) for r, c in zip(asked, done, strict=True)], 400, pad=0)
+    weight = torch.randn(len(batch.targets))
+    found = []
+    for invariant in (True, False):
+        model.zero_grad()
+        (score(model, batch, invariant=invariant, replay=True).logprobs * weight).sum().backward()
+        found.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+    assert found[0].keys() == found[1].keys()
+    for name, gradient in found[0].items():
+        # BF16 operands turn last bits of the forward pass into steps of 2^-9.
+        torch.testing.assert_close(
+            gradient, found[1][name], atol=0.02 * gradient.abs().max().item(), rtol=0.02
+        )

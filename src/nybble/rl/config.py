@@ -122,7 +122,7 @@ class RLConfig:
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     optimiser: OptimiserConfig = field(
-        default_factory=lambda: OptimiserConfig(lr=2e-4, weight_decay=0.0, bias_update=0.0)
+        default_factory=lambda: OptimiserConfig(lr=1e-4, weight_decay=0.0, bias_update=0.0)
     )
     schedule: ScheduleConfig = field(default_factory=lambda: ScheduleConfig(steps=50, warmup=5, decay=0.0))
     checkpoint: CheckpointConfig = field(default_factory=lambda: CheckpointConfig(save_every=10))
