@@ -21,8 +21,8 @@ demo: $(STAMP)
 
 demo-rl: $(STAMP)
 	$(BIN)/nybble sft nano --task arithmetic --level 2 --steps 200 --lr 3e-3 --out runs/demo-sft --overwrite
-	$(BIN)/nybble rl runs/demo-sft --task arithmetic --level 2 --prompts 32 --group 8 --rows 256 --max-new-tokens 14 \
-		--steps 80 --lr 1e-4 --warmup 4 --out runs/demo-rl --overwrite
+	$(BIN)/nybble rl runs/demo-sft --task arithmetic --level 2 --prompts 48 --group 8 --rows 384 --max-new-tokens 14 \
+		--steps 80 --lr 1e-4 --warmup 3 --out runs/demo-rl --overwrite
 	@echo "reward, mismatch, entropy and length: runs/demo-rl/plots/rl.png"
 
 lint: $(STAMP)
