@@ -141,7 +141,7 @@ def export(config: ExportConfig) -> ExportReport:
 
 def write_folder(job: Job, out: Path, overwrite: bool) -> ExportReport:
     """The whole folder of a job: weights, configs, tokeniser."""
-    with whole_folder(out, overwrite) as part:
+    with whole_folder(out, job.folder.path, overwrite) as part:
         result = write_model(job, part)
         copy_files(job.folder.path, part)
     return ExportReport(

@@ -21,6 +21,8 @@ from transformers.core_model_loading import (
     Interleave,
     MergeModulelist,
     WeightConverter,
+    WeightRenaming,
+    WeightTransform,
     _IdentityOp,
 )
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
@@ -40,21 +42,24 @@ def register() -> None:
         AUTO_QUANTIZER_MAPPING[method] = _Quantizer
         AUTO_QUANTIZATION_CONFIG_MAPPING[method] = _Config
     stock = conversion_mapping._build_checkpoint_conversion_mapping()
+    saved = {rule._original_target_patterns[0]: rule for rule in stock["inkling2_text"]}
     experts = [
-        WeightConverter(
+        _LoadOnly(
             source_patterns=[rf"mlp\.experts\.{leaf}_weight{suffix}" for suffix in _INKLING],
             target_patterns=f"mlp.experts.{target}",
             operations=[Inkling2LoopDequantizeExperts(), *more],
         )
         for leaf, target, more in (("w13", "gate_up_proj", [Interleave(dim=1)]), ("w2", "down_proj", []))
     ]
+    for rule in experts:
+        rule.saved_by = saved[rule._original_target_patterns[0]]
     separate = [
-        WeightConverter(
+        _LoadOnly(
             source_patterns=["mlp.experts.*.gate_proj.weight", "mlp.experts.*.up_proj.weight"],
             target_patterns="mlp.experts.gate_up_proj",
             operations=[MergeModulelist(dim=0), Concatenate(dim=1)],
         ),
-        WeightConverter(
+        _LoadOnly(
             source_patterns="mlp.experts.*.down_proj.weight",
             target_patterns="mlp.experts.down_proj",
             operations=[MergeModulelist(dim=0)],
@@ -70,6 +75,18 @@ def register() -> None:
 
 
 _INKLING = ("", "_scale", "_amax", "_outer_scale_denominator")
+
+
+class _LoadOnly(WeightConverter):
+    """Has no part in saving, which transformers does by the reverse of every rule."""
+
+    saved_by: WeightTransform | None = None
+    """The rule of transformers whose reverse saves what this one loads."""
+
+    def reverse_transform(self) -> WeightTransform:
+        if self.saved_by is not None:
+            return self.saved_by.reverse_transform()
+        return WeightRenaming("no weight has this name", "nor this")
 
 
 class _Config(QuantizationConfigMixin):

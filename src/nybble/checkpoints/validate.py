@@ -123,9 +123,14 @@ def _report(
 def _compare(folder: Folder, stored: list[Stored], against: Path) -> Iterator[Problem]:
     source = Folder.open(model_folder(against))
     by_module = {item.module: item for item in stored}
+    missing = dict.fromkeys(by_module)
     for unit in find_units(source):
         for module, weight, whole in _matrices(unit, source, by_module):
-            yield from _same(folder, by_module[module.partition("#")[0]], module, weight, whole)
+            name = module.partition("#")[0]
+            missing.pop(name, None)
+            yield from _same(folder, by_module[name], module, weight, whole)
+    for module in missing:
+        yield "weights", module, f"has no counterpart in {against}"
 
 
 def _matrices(
@@ -162,6 +167,10 @@ def _same(folder: Folder, item: Stored, module: str, rows: slice | None, weight:
     for format in (name for name, kind in STORED.items() if kind == item.kind):
         packed = encode(weight, format)
         candidates.append(packed if rows is None else packed.rows(rows))
+        if candidates[-1].codes.shape != found.codes.shape:
+            sizes = " x ".join(map(str, weight.shape))
+            yield "weights", module.replace("#", "."), f"has another size than the source's {sizes}"
+            return
         if _equal(found, candidates[-1]):
             return
     swapped = Packed(

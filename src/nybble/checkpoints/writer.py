@@ -41,16 +41,19 @@ class Spec:
 
 
 @contextmanager
-def whole_folder(out: Path | str, overwrite: bool = False) -> Iterator[Path]:
+def whole_folder(out: Path | str, source: Path, overwrite: bool = False) -> Iterator[Path]:
     """A temporary folder beside `out` that takes its name when the block ends, and vanishes when the block
-    raises.
+    raises. `source` is what it is made from.
 
     Raises:
-        CheckpointError: `out` exists and `overwrite` is false, or the disk refuses (full, read-only).
+        CheckpointError: `out` exists and `overwrite` is false, `out` is no folder with a model or holds the
+            source, or the disk refuses (full, read-only).
     """
     out = Path(out)
-    if out.exists() and not overwrite:
-        raise CheckpointError(f"{out}: exists; choose another name or pass --overwrite")
+    if out.exists():
+        if not overwrite:
+            raise CheckpointError(f"{out}: exists; choose another name or pass --overwrite")
+        _check_replaceable(out, source)
     part = out.parent / f".{out.name}.partial-{os.getpid()}"
     try:
         shutil.rmtree(part, ignore_errors=True)
@@ -69,6 +72,18 @@ def whole_folder(out: Path | str, overwrite: bool = False) -> Iterator[Path]:
         ) from error
     finally:
         shutil.rmtree(part, ignore_errors=True)
+
+
+def _check_replaceable(out: Path, source: Path) -> None:
+    """--overwrite replaces models: not the source, not a run, not what somebody keeps under that name."""
+    if source.resolve().is_relative_to(out.resolve()):
+        raise CheckpointError(f"{out}: holds the source {source}; choose another name")
+    model = out.is_dir() and (out / "config.json").is_file() and any(out.glob("*.safetensors"))
+    empty = out.is_dir() and not any(out.iterdir())
+    if not (model or empty) or (out / "checkpoints").exists():
+        raise CheckpointError(
+            f"{out}: is not a folder with a model, so it is not replaced; choose another name"
+        )
 
 
 class Writer:

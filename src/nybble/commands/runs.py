@@ -61,4 +61,6 @@ def check_resumable(
 
 
 def _text(value: Any) -> str:
+    if value == "":
+        return "not set"
     return str(value) if isinstance(value, Path) else repr(value)

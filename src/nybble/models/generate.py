@@ -112,7 +112,7 @@ class Decoder:
 
 def check_sampling(temperature: float, top_p: float) -> None:
     """Raise NybbleError for a temperature below 0 or a top_p outside (0, 1]."""
-    if temperature < 0.0:
+    if not temperature >= 0.0:  # nor NaN
         raise NybbleError(f"temperature = {temperature} must not be negative; 0 is greedy")
     if not 0.0 < top_p <= 1.0:
         raise NybbleError(f"top_p = {top_p} must lie in (0, 1]")

@@ -45,7 +45,7 @@ class SamplingConfig:
         for name in ("prompts", "group", "max_new_tokens", "rows"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
-        if self.temperature <= 0:
+        if not self.temperature > 0:  # nor NaN
             raise ConfigError(
                 f"temperature is {self.temperature}; it must be above 0: greedy groups are all equal"
             )
@@ -136,6 +136,10 @@ class RLConfig:
         if self.loss.updates > self.sampling.prompts:
             raise ConfigError(
                 f"updates is {self.loss.updates}, but a step has {self.sampling.prompts} prompts to share out"
+            )
+        if self.sampling.group < 2 and not (self.sample_only or self.rollouts):
+            raise ConfigError(
+                "group is 1; it must be at least 2: a completion is judged against its group's mean"
             )
         if self.engine.engine == "vllm" and self.loss.router_replay:
             raise ConfigError("router_replay: the server does not say which experts it chose; use engine own")

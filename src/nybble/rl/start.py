@@ -223,7 +223,9 @@ def _introduce(run: Run, trained: TrainedModel, start: Path | None, status: str)
     what = f"task    {config.task.task}, level {config.task.level}"
     source = f"rollouts of {config.rollouts}" if config.rollouts else f"{config.sampling.prompts} prompts"
     print(f"{what}; a step is {source} x {config.sampling.group} completions")
-    if policy.differing:
+    if config.engine.engine == "vllm":
+        print("the server samples by arithmetic of its own: k3 says how far it is from the trainer")
+    elif policy.differing:
         print(f"sampler and trainer differ in {len(policy.differing)} modules, such as {policy.differing[0]}")
     else:
         exact = ", batch-invariant: k3 is exactly 0 on policy" if policy.invariant else ""

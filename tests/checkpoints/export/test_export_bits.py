@@ -324,3 +324,20 @@ def test_the_plan_of_a_recipe_is_that_of_the_model(make: Callable) -> None:
         if row.name.endswith(("experts", "q_proj", "k_proj", "lm_head")):
             expected = "bf16" if row.protected else row.gemms.fprop.w.format
             assert chosen.get(row.name, "bf16") == expected, row.name
+
+
+def test_overwrite_replaces_models_alone(make: Callable, tmp_path: Path) -> None:
+    """Never the source, a run, or what somebody keeps under that name."""
+    source = make()
+    with pytest.raises(CheckpointError, match="holds the source"):
+        run(source, source, recipe="inkling", overwrite=True)
+    assert read_all(source)
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    (kept / "thesis.txt").write_text("years of work")
+    with pytest.raises(CheckpointError, match="is not a folder with a model"):
+        run(source, kept, recipe="inkling", overwrite=True)
+    assert (kept / "thesis.txt").read_text() == "years of work"
+    out = tmp_path / "out"
+    run(source, out, recipe="inkling")
+    run(source, out, recipe="inkling", overwrite=True)

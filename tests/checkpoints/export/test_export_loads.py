@@ -101,6 +101,22 @@ def load(path: Path, dtype: torch.dtype = torch.float32) -> nn.Module:
     return model
 
 
+def test_a_plain_model_is_saved_as_ever_after_register(tmp_path: Path) -> None:
+    """Saving reverses the rules of loading: those for quantised experts must not take part."""
+    from nybble.checkpoints import hf
+
+    model = tiny("inkling2")
+    model.save_pretrained(tmp_path / "before")
+    hf.register()
+    model.save_pretrained(tmp_path / "after")
+    expected = read_all(tmp_path / "before")
+    got = read_all(tmp_path / "after")
+    assert got.keys() == expected.keys()
+    assert all(torch.equal(got[name], expected[name]) for name in expected)
+    back = load(tmp_path / "after").state_dict()
+    assert all(torch.equal(back[name], tensor) for name, tensor in model.state_dict().items())
+
+
 CASES = [
     (kind, format)
     for kind in ("olmoe", "qwen3_moe", "inkling2")

@@ -230,3 +230,12 @@ def test_a_model_in_high_precision_and_senseless_options(make: Callable, tmp_pat
         ValidateConfig(checkpoint=tmp_path, tp=0)
     with pytest.raises(CheckpointError, match="no such folder"):
         check(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("sizes", [{"width": 96}, {"layers": 1}])
+def test_another_source_is_never_sound(make: Callable, tmp_path: Path, sizes: dict) -> None:
+    """Other sizes, and matrices that the source lacks."""
+    export(ExportConfig(checkpoint=make(layers=2), out=tmp_path / "out", recipe="mxfp8", progress=False))
+    report = check(tmp_path / "out", against=make(name="other", **{"layers": 2} | sizes), tp=1)
+    assert report.status != 0
+    assert "has another size" in report.text() or "has no counterpart" in report.text()

@@ -55,7 +55,12 @@ def _imported(module: str, attribute: str, config: TaskConfig) -> Task:
         make = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"task: {module}:{attribute} cannot be imported: {error}") from None
-    task: Task = make(config.task_seed, config.level)
+    try:
+        task: Task = make(config.task_seed, config.level)
+    except Exception as error:
+        raise ConfigError(
+            f"task: {module}:{attribute}(seed, level) raised {type(error).__name__}: {error}"
+        ) from error
     if not callable(getattr(task, "problem", None)):
         raise ConfigError(
             f"task: {module}:{attribute} made {type(task).__name__}, which has no problem(index)"
