@@ -123,6 +123,17 @@ def test_a_dry_run_writes_nothing(data: Path, tmp_path: Path, capsys: pytest.Cap
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.parametrize("flags", [["--dry-run"], []])
+def test_a_recipe_that_does_not_fit_a_model_stops_before_any_run(
+    data: Path, tmp_path: Path, flags: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    bad = tmp_path / "bad.toml"
+    bad.write_text('name = "bad"\n[[rule]]\nmodules = "nowhere.*"\nall = "mxfp8"\n', encoding="utf-8")
+    assert main(words(data, tmp_path / "out", "--recipes", f"bf16,{bad}", *flags)) == 1
+    assert "matches no module" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 def test_runs_that_differ_in_more_than_precision_are_refused(
     data: Path, compared: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -69,7 +69,8 @@ def write_model(job: Job, out: Path) -> Result:
     specs = [spec for unit in job.units if _owned(job, unit) for spec in _specs(job, unit)]
     specs += [Spec(name, _plain_dtype(job, name), job.folder.entry(name).shape) for name in plain]
     total = sum(entry.nbytes for entry in job.folder.tensors.values())
-    bar = tqdm(total=total, unit="B", unit_scale=True, desc=job.progress, disable=job.progress is None)
+    off = True if job.progress is None else None  # None: not into pipes
+    bar = tqdm(total=total, unit="B", unit_scale=True, desc=job.progress, disable=off)
     with bar, Writer(out, specs, job.max_shard_bytes) as writer:
         for done in each_in_threads(list(_tasks(job, plain, writer))):
             result.bytes_read += done.nbytes

@@ -91,7 +91,7 @@ def import_(config: ImportConfig) -> ImportReport:
             unit="B",
             unit_scale=True,
             desc="import",
-            disable=not config.progress,
+            disable=None if config.progress else True,  # None: not into pipes
         )
         try:
             with bar, Writer(part, specs, limit) as writer:

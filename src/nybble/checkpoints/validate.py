@@ -61,7 +61,7 @@ class Report:
 
     def text(self) -> str:
         """One line a problem, and what was checked."""
-        lines = [f"{check}: {name}: {sentence}" for check, name, sentence in self.problems]
+        lines = [": ".join(filter(None, problem)) for problem in self.problems]
         against = (
             "weights and nibble order compared"
             if self.compared
@@ -100,7 +100,7 @@ def validate(config: ValidateConfig) -> Report:
         unit="B",
         unit_scale=True,
         desc="validate",
-        disable=not config.progress,
+        disable=None if config.progress else True,  # None: not into pipes
     )
     with bar:
         problems += checks.guard(checks.structure(folder, stored))

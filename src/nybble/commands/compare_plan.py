@@ -10,12 +10,13 @@ import torch
 
 from nybble.commands.compare_runs import Task, check_folder
 from nybble.data import Dataset
+from nybble.models import presets
 from nybble.pretrain.config import PretrainConfig
 from nybble.pretrain.defaults import preset_defaults
 from nybble.pretrain.device import pick_device
 from nybble.pretrain.metrics import duration
 from nybble.pretrain.start import build_model
-from nybble.recipes import load_recipe
+from nybble.recipes import load_recipe, resolve
 
 if TYPE_CHECKING:
     from nybble.commands.compare import CompareConfig
@@ -29,6 +30,10 @@ def plan(config: CompareConfig) -> list[Task]:
     dataset = Dataset.open(config.data)
     recipes = {Path(name).stem: name for name in config.recipe_names}
     hashes = {label: load_recipe(name).hash() for label, name in recipes.items()}
+    for preset in config.presets:  # a rule that matches nothing stops here, and not after the baseline's runs
+        model, whole = presets.get(preset).meta_model(), _settings(config, preset, 1)
+        for name in recipes.values():
+            resolve(load_recipe(name), model, whole.schedule.steps)
     baseline = next(iter(recipes))
     flops = {preset: flops_per_token(_settings(config, preset, 1), dataset) for preset in config.presets}
     tasks = []
