@@ -55,17 +55,6 @@ def _on_gpu(call: Call, seconds: float) -> float:
     return statistics.median(times)
 
 
-def host_microseconds(call: Call, calls: int = 20) -> float:
-    """Time of the host for one call, while the GPU is kept busy by those before."""
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    for _ in range(calls):
-        call()
-    spent = time.perf_counter() - start
-    torch.cuda.synchronize()
-    return spent / calls * 1e6
-
-
 def copy_rate(device: torch.device) -> float:
     """Bytes a second, read and written, of a large copy."""
     size = (1 << 31) if device.type == "cuda" else (1 << 27)

@@ -29,11 +29,11 @@ def plan(config: CompareConfig) -> list[Task]:
     """
     dataset = Dataset.open(config.data)
     recipes = {Path(name).stem: name for name in config.recipe_names}
-    hashes = {label: load_recipe(name).hash() for label, name in recipes.items()}
+    loaded = {label: load_recipe(name) for label, name in recipes.items()}
     for preset in config.presets:  # a rule that matches nothing stops here, and not after the baseline's runs
         model, whole = presets.get(preset).meta_model(), _settings(config, preset, 1)
-        for name in recipes.values():
-            resolve(load_recipe(name), model, whole.schedule.steps)
+        for recipe in loaded.values():
+            resolve(recipe, model, whole.schedule.steps)
     baseline = next(iter(recipes))
     flops = {preset: flops_per_token(_settings(config, preset, 1), dataset) for preset in config.presets}
     tasks = []
@@ -55,7 +55,7 @@ def plan(config: CompareConfig) -> list[Task]:
                         flops_per_token=flops[preset],
                         questions=config.questions if share == 1 else 0,
                     )
-                    check_folder(task, hashes[label])
+                    check_folder(task, loaded[label].hash())
                     tasks.append(task)
     return tasks
 

@@ -15,6 +15,12 @@ from torch import Tensor
 from nybble.formats.table import Format
 
 
+def group_slices(offs: Tensor) -> list[slice]:
+    """The rows of each group; waits for a GPU."""
+    ends = offs.tolist()
+    return [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
+
+
 def group_of_rows(offs: Tensor, tokens: int) -> Tensor:
     """int64 [T]: the group of each row, G for rows of none."""
     index = torch.arange(tokens, device=offs.device, dtype=offs.dtype)

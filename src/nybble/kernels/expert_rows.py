@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nybble.formats import ops, outer, table
+from nybble.formats.grouped import group_slices
 
 
 def row_factors(
@@ -243,12 +244,13 @@ def fp8_columns(
     codes = torch.zeros(C, 32 * (T // 32 + groups), dtype=torch.uint8, device=x.device)
     scales = torch.ones(groups, C, device=x.device)
     names = torch.arange(T, device=x.device) if rows is None else rows
-    for g, (a, b) in enumerate(zip([0, *offs.tolist()], offs.tolist(), strict=False)):
-        if b > a:
+    for g, own in enumerate(group_slices(offs)):
+        size = own.stop - own.start
+        if size > 0:
             part, scale, _ = ops.quantize(
-                x[a:b], "fp8-row", -2, rounding, "tensor", key, layer, operand, names[a:b]
+                x[own], "fp8-row", -2, rounding, "tensor", key, layer, operand, names[own]
             )
-            codes[:, starts[g] : starts[g] + b - a] = part
+            codes[:, starts[g] : starts[g] + size] = part
             scales[g] = scale[:, 0]
     return codes, scales
 

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nybble.formats.grouped import group_slices
 from nybble.kernels import hopper
 from nybble.kernels.blackwell import Coded, product, product_of_groups, product_of_rows
 from nybble.kernels.cpu.threads import each
@@ -76,13 +77,13 @@ def _grouped_rows(a: Tensor, w: Tensor, offs: Tensor, transpose: bool, clear: bo
         if not clear:
             return out
         return out.masked_fill_(torch.arange(a.shape[0], device=a.device)[:, None] >= offs[-1], 0)
-    out, parts = a.new_empty(a.shape[0], w.shape[-1]), _parts(offs)
+    out, parts = a.new_empty(a.shape[0], w.shape[-1]), group_slices(offs)
 
     def expert(e: int) -> None:
         torch.mm(a[parts[e]], w[e], out=out[parts[e]])
 
     each(expert, [part.stop - part.start for part in parts])
-    out[parts[-1].stop :].zero_()
+    out[parts[-1].stop if parts else 0 :].zero_()
     return out
 
 
@@ -92,19 +93,13 @@ def _grouped_columns(a: Tensor, b: Tensor, offs: Tensor, dtype: torch.dtype) -> 
     expert."""
     if a.device.type == "cuda" and a.dtype == torch.bfloat16:
         return F.grouped_mm(a.t(), b, offs=offs).to(dtype)
-    out, parts = a.new_empty(offs.shape[0], a.shape[1], b.shape[1]), _parts(offs)
+    out, parts = a.new_empty(offs.shape[0], a.shape[1], b.shape[1]), group_slices(offs)
 
     def expert(e: int) -> None:
         torch.mm(a[parts[e]].t(), b[parts[e]], out=out[e])  # no rows give zeros
 
     each(expert, [part.stop - part.start for part in parts])
     return out.to(dtype) if out.dtype != dtype else out
-
-
-def _parts(offs: Tensor) -> list[slice]:
-    """The rows of each expert."""
-    ends = offs.tolist()
-    return [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
 
 
 @_grouped_rows.register_fake

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nybble.formats.grouped import group_slices
 from nybble.kernels.cpu.threads import each
 from nybble.models.norms import by_hand
 
@@ -107,8 +108,7 @@ class _ExpertsByHand(torch.autograd.Function):
 
 def _spans(ends: Tensor) -> list[tuple[int, slice]]:
     """(expert, its rows) of the experts that have any."""
-    stops = ends.tolist()
-    return [(e, slice(a, b)) for e, (a, b) in enumerate(zip([0, *stops], stops, strict=False)) if b > a]
+    return [(e, part) for e, part in enumerate(group_slices(ends)) if part.stop > part.start]
 
 
 class _GatherRows(torch.autograd.Function):

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nybble.errors import NybbleError
+from nybble.formats.grouped import group_slices
 from nybble.models.cpu import exact
 
 aten = torch.ops.aten
@@ -96,11 +97,10 @@ def _grouped_mm(a: Tensor, w: Tensor, offs: Tensor, *rest: Any, **named: Any) ->
         from nybble.kernels.cuda import invariant
 
         return invariant.grouped_matmul(a, w, offs)
-    out, start = a.new_zeros(a.shape[0], w.shape[-1]), 0
-    for e, end in enumerate(offs.tolist()):
-        if end > start:
-            out[start:end] = _product(a[start:end], w[e])
-        start = end
+    out = a.new_zeros(a.shape[0], w.shape[-1])
+    for e, part in enumerate(group_slices(offs)):
+        if part.stop > part.start:
+            out[part] = _product(a[part], w[e])
     return out
 
 

@@ -15,7 +15,6 @@ import triton.language as tl
 
 SIGN = tl.constexpr(0x80000000)
 # What rounded E2M1 magnitudes hold beside their index, and what sums of eight of them times 16^j do.
-NEAREST = tl.constexpr(0x4B000000)  # 2^23
 STOCHASTIC_ZERO = tl.constexpr(
     0x3F7FFFF9
 )  # 1 - 7 * 2^-24, so that index 7 is 1.0, where additions can saturate
