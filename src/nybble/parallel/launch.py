@@ -19,6 +19,7 @@ import torch.distributed as dist
 import nybble
 from nybble import together
 from nybble.errors import ConfigError, NybbleError
+from nybble.parallel.meeting import meet
 from nybble.parallel.watch import Watch
 
 GRACE_S = 60.0
@@ -40,8 +41,9 @@ def joined(device: torch.device, watch: Watch, *, slow_s: float, timeout_s: floa
         torch.cuda.set_device(device)
         backend = "cpu:gloo,cuda:nccl"
     limit = datetime.timedelta(seconds=timeout_s + GRACE_S)
-    dist.init_process_group(backend, timeout=limit)
-    rank, world = dist.get_rank(), dist.get_world_size()
+    store, rank, world = next(dist.rendezvous("env://", timeout=limit))
+    store = meet(store, rank, world, slow_s=slow_s, timeout_s=timeout_s)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=limit)
     watch.start(_own_store(), rank, world, slow_s=slow_s, timeout_s=timeout_s)
     try:
         with contextlib.ExitStack() as stack:

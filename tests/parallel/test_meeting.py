@@ -1,0 +1,67 @@
+"""Ranks of one start of a job find each other, whatever earlier starts left in the launcher's store."""
+
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import ranks
+import torch
+import torch.distributed as dist
+
+from nybble.errors import NybbleError
+from nybble.parallel import Monitor
+from nybble.parallel.launch import joined
+from nybble.parallel.meeting import meet
+
+LIMITS = {"slow_s": 20.0, "timeout_s": 20.0}
+
+
+def met(store: dist.Store, world: int, late: int | None = None) -> list[dist.Store]:
+    """What `meet` gives to each rank; rank `late` comes last."""
+
+    def one(rank: int) -> dist.Store:
+        time.sleep(0.2 if rank == late else 0.0)
+        return meet(store, rank, world, **LIMITS)
+
+    with ThreadPoolExecutor(world) as pool:
+        return list(pool.map(one, range(world)))
+
+
+@pytest.mark.parametrize("late", [0, 1, 2])
+def test_no_rank_sees_what_an_earlier_start_left(late):
+    store = dist.HashStore()
+    for start in range(3):
+        parts = met(store, 3, late)
+        assert not parts[late].check(["address"])
+        parts[0].set("address", str(start))
+        assert [part.get("address") for part in parts] == [str(start).encode()] * 3
+
+
+def test_missing_ranks_are_named(capsys):
+    with pytest.raises(NybbleError, match=r"rank 0 waits for ranks 1, 2 to start, for 0 s"):
+        meet(dist.HashStore(), 0, 3, slow_s=0.05, timeout_s=0.3)
+    assert "slow: rank 0 waits for ranks 1, 2 to start" in capsys.readouterr().err
+    with pytest.raises(NybbleError, match="rank 1 waits for rank 0 to start"):
+        meet(dist.HashStore(), 1, 3, slow_s=9, timeout_s=0.1)
+
+
+def sum_of_ones(late: str, dies: bool) -> float:
+    """Joins the job, adds a one, and may die as one that was killed."""
+    time.sleep(0.5 if os.environ["RANK"] == late else 0.0)
+    with joined(torch.device("cpu"), Monitor().watch, **LIMITS):
+        ones = torch.ones(1)
+        dist.all_reduce(ones)
+        if dies:
+            os._exit(9)
+        return float(ones)
+
+
+def test_a_restart_does_not_wait_for_addresses_of_dead_ranks():
+    """As under torchrun, whose store outlives the ranks: whichever of them is first finds old addresses."""
+    store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    launcher = {"MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    killed = ranks.start(2, sum_of_ones, "", True, **launcher).wait(60)
+    assert killed == [(False, 9), (False, 9)]
+    for late in ("0", "1"):
+        assert ranks.start(2, sum_of_ones, late, False, **launcher).wait(60) == [(True, 2.0)] * 2
