@@ -31,6 +31,8 @@ from nybble.formats.philox import check_range
 
 SIZES = (16, 32, 64, 128)
 FIXED_SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
+_NEGATIVE = sum(1 << i for i, sign in enumerate(FIXED_SIGNS) if sign < 0)
+"""Which of them are negative, a bit each."""
 
 
 def transform(
@@ -74,7 +76,9 @@ def transform(
 def signs(size: int, device: torch.device, key: Tensor | None, layer: int, operand: int) -> Tensor:
     """float32 [size], +-1."""
     if key is None:
-        return torch.tensor(FIXED_SIGNS, dtype=torch.float32, device=device).repeat(size // len(FIXED_SIGNS))
+        # Not from a tensor of the host's: a CUDA graph cannot capture the wait for its copy.
+        place = torch.arange(size, device=device) % len(FIXED_SIGNS)
+        return 1.0 - 2.0 * ((_NEGATIVE >> place) & 1).to(torch.float32)
     shared = F.pad(key[:2], (0, 1))  # weights serve all micro-batches, and their parts have the same signs
     return 1.0 - 2.0 * (philox.draws(shared, (size,), layer, operand) & 1).to(torch.float32)
 
