@@ -1,5 +1,5 @@
-"""A hundred steps of `tiny` on a GPU and on a CPU from one seed: the same operands, and the same losses but for
-the order of FP32 additions."""
+"""A hundred steps of `tiny` on a GPU and on a CPU from one seed: the same operands, the same losses but for the
+order of FP32 additions."""
 
 from typing import Any
 
@@ -26,7 +26,7 @@ class Calls(TorchDispatchMode):
         super().__init__()
         self.seen: list[tuple[Any, tuple[Any, ...], dict[str, Any], tuple[Tensor, ...]]] = []
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # noqa: ARG002
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         space, _, name = func._schema.name.partition("::")
         if space == "nybble" and name in SPECIFIED:

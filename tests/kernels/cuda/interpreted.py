@@ -51,6 +51,8 @@ def calls(group: str) -> list[Call]:
             quantize(hostile(130, 140), "fp8-128x128"),
             values(hostile(2, 16600), "fp8-row"),
             quantize(hostile(2, 4200), "nvfp4", outer="row", **stochastic()),
+            quantize(hostile(7, 1032), "nvfp4", outer="row"),
+            values(hostile(7, 600), "fp8-row", **stochastic(rows=ROWS)),
         ]
     if group == "columns":
         return [

@@ -184,7 +184,8 @@ def quantize_rows(
     n = max(n, block_units)
     loops = cdiv(units, n) if whole else loops
     tiles = 1 if whole else cdiv(units, n * loops)
-    across, axis = grid(count, tiles)
+    height = n // pow2(units) if tiles * loops == 1 else 1
+    across, axis = grid(count, tiles) if height <= 1 else ((cdiv(count, height), 1), 0)
     out_bf16 = values is not None and values.dtype == torch.bfloat16
     code_stride, scale_stride, amax_stride = strides or (units, cdiv(units, max(1, block_units)), 1)
     row_kernel.quantize_rows[across](
@@ -206,6 +207,7 @@ def quantize_rows(
         scale_stride,
         amax_stride,
         units,
+        count,
         0 if offs is None else offs.shape[0],
         draw.tag,
         GATE_CAP=0.0 if gated is None else gated.gate_cap,
@@ -231,6 +233,7 @@ def quantize_rows(
         ALIGNED=(x.columns if gated is None else width) % 8 == 0,
         ROW_AXIS=axis,
         LOOPS=loops,
+        HEIGHT=max(1, height),
         N=n,
         CHUNKS=unit // 8,
         ASM=use_asm(x.x.device),

@@ -7,9 +7,10 @@ import triton.language as tl
 
 from nybble.kernels.cuda import scales as rule
 from nybble.kernels.cuda.draws import load_key
+from nybble.kernels.cuda.finish import finish_units
 from nybble.kernels.cuda.jit import Launched
 from nybble.kernels.cuda.registers import load_raw, magnitude, magnitude_bits, max_magnitudes
-from nybble.kernels.cuda.rows import OUTER_NONE, finish_units
+from nybble.kernels.cuda.rows import OUTER_NONE
 
 
 @Launched
@@ -114,6 +115,7 @@ def quantize_squares(
         OUT_BF16,
         ALIGNED,
         SQUARE,
+        False,
         N,
         CHUNKS,
         ASM,
