@@ -4,7 +4,8 @@
 
 32768 tokens, 2048 -> 2048 -> 2048 with gates (the up product is 2048 -> 4096), 16 experts, one a token.
 `micro` counts forward and backward passes over which quantised weights are used again. Medians of CUDA
-events.
+events, of calls as they are and of the same passes captured as CUDA graphs, which leave out what the host
+takes, as `nybble pretrain --graph` does.
 """
 
 from collections.abc import Callable
@@ -17,7 +18,7 @@ import tyro
 from torch import Tensor, nn
 
 import nybble
-from nybble.layers import refresh, set_step
+from nybble.layers import set_step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +65,66 @@ class FusedExperts(nn.Module):
         return y * weights.to(y.dtype)
 
 
+class Side:
+    """One layer with what goes through it."""
+
+    def __init__(self, name: str, config: Config) -> None:
+        torch.manual_seed(0)
+        T, H = config.tokens, config.hidden
+        self.model = nn.Sequential(FusedExperts(config))
+        self.quantised = not name.startswith("grouped_mm")
+        if self.quantised:
+            nybble.convert(self.model, experts_only(name))
+        elif name != "grouped_mm":
+            self.model[0].compile()
+        self.x = torch.randn(T, H, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        self.index = torch.randint(config.experts, (T, 1), device="cuda")
+        self.weights = torch.rand(T, 1, device="cuda", requires_grad=True)
+        self.dy = torch.randn(T, H, device="cuda", dtype=torch.bfloat16)
+
+    def announce(self, micro: int) -> None:
+        """Weights are quantised in micro-batch 0 and kept for the others."""
+        if self.quantised:
+            set_step(self.model, 0, micro)
+
+    def once(self) -> None:
+        """Forward and backward; gradients are added to those that are there."""
+        self.model[0](self.x, self.index, self.weights).backward(self.dy)
+
+    def clear(self) -> None:
+        """Forget the gradients."""
+        for leaf in (self.x, self.weights, *self.model.parameters()):
+            leaf.grad = None
+
+    def eager(self, micro: int) -> Callable[[], None]:
+        """A step of `micro` micro-batches, one kernel after the other."""
+
+        def step() -> None:
+            for i in range(micro):
+                self.announce(i)
+                self.once()
+            self.clear()
+
+        return step
+
+    def captured(self, micro: int) -> Callable[[], None]:
+        """The same as graphs: one of the first micro-batch, one of any other."""
+        self.clear()
+        graphs: list[torch.cuda.CUDAGraph] = []
+        for i in range(min(micro, 2)):
+            self.announce(i)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=graphs[0].pool() if graphs else None):
+                self.once()
+            graphs.append(graph)
+
+        def step() -> None:
+            for i in range(micro):
+                graphs[min(i, 1)].replay()
+
+        return step
+
+
 def milliseconds(step: Callable[[], None], rounds: int) -> float:
     """Median time of `step` after three warm-ups."""
     times = []
@@ -80,37 +141,24 @@ def milliseconds(step: Callable[[], None], rounds: int) -> float:
 
 def main(config: Config) -> None:
     """Time every recipe and print a table."""
-    torch.manual_seed(0)
-    x = torch.randn(config.tokens, config.hidden, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    index = torch.randint(config.experts, (config.tokens, 1), device="cuda")
-    weights = torch.rand(config.tokens, 1, device="cuda", requires_grad=True)
-    dy = torch.randn(config.tokens, config.hidden, device="cuda", dtype=torch.bfloat16)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; milliseconds a micro-batch")
-    print("| layer | micro | ms | to grouped_mm | peak GiB |\n|---|---|---|---|---|")
-    for micro in config.micro:
-        base = 0.0
-        for name in ("grouped_mm", *(("grouped_mm, compiled",) if config.compiled else ()), *config.recipes):
-            model = nn.Sequential(FusedExperts(config))
-            quantised = not name.startswith("grouped_mm")
-            if quantised:
-                nybble.convert(model, experts_only(name))
-            elif name != "grouped_mm":
-                model[0].compile()
-
-            def step(model: nn.Sequential = model, micro: int = micro, quantised: bool = quantised) -> None:
-                for i in range(micro):
-                    if quantised:
-                        set_step(model, 0, i)
-                        if i == 0:
-                            refresh(model)
-                    model[0](x, index, weights).backward(dy)
-                model.zero_grad()
-
+    print("| layer | micro | ms | to grouped_mm | ms, graph | to grouped_mm | peak GiB |")
+    print("|---|---|---|---|---|---|---|")
+    base: dict[int, tuple[float, float]] = {}
+    for name in ("grouped_mm", *(("grouped_mm, compiled",) if config.compiled else ()), *config.recipes):
+        side = Side(name, config)
+        for micro in config.micro:
             torch.cuda.reset_peak_memory_stats()
-            ms = milliseconds(step, config.rounds) / micro
-            base = base or ms
+            ms = milliseconds(side.eager(micro), config.rounds) / micro
             peak = torch.cuda.max_memory_allocated() / 2**30
-            print(f"| {name} | {micro} | {ms:.3f} | {ms / base:.2f} | {peak:.2f} |", flush=True)
+            graph_ms = milliseconds(side.captured(micro), config.rounds) / micro
+            side.clear()
+            first = base.setdefault(micro, (ms, graph_ms))
+            print(
+                f"| {name} | {micro} | {ms:.3f} | {ms / first[0]:.2f} | {graph_ms:.3f} | "
+                f"{graph_ms / first[1]:.2f} | {peak:.2f} |",
+                flush=True,
+            )
 
 
 def experts_only(name: str) -> dict[str, Any]:

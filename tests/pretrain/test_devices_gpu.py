@@ -1,5 +1,5 @@
-"""A hundred steps of `tiny` on a GPU and on a CPU from one seed: the same operands, the same losses but for the
-order of FP32 additions."""
+"""A hundred steps of `tiny` on a GPU and on a CPU from one seed: the same operands, and the same losses but
+for the order of FP32 additions."""
 
 from typing import Any
 
