@@ -1,10 +1,16 @@
 """Fine-tuning learns solutions, and only those; a run resumes; what cannot work is named."""
 
+import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "parallel"))
+
+import ranks
 from rl_cases import rows, tiny_folder
 
 from nybble.checkpoints.hub import load_model
@@ -19,8 +25,9 @@ from nybble.pretrain.config import (
     ValidationConfig,
 )
 from nybble.rl.problems import Problems, held_out
-from nybble.rl.sft import SFTConfig, SolvedProblems, fine_tune
-from nybble.rl.tasks import TaskConfig, find_task
+from nybble.rl.sft import SFTConfig, fine_tune
+from nybble.rl.solved import SolvedProblems
+from nybble.rl.tasks import TaskConfig, choose_solution, find_task, parse_styles
 
 
 def config(model: str, out: Path, steps: int = 4) -> SFTConfig:
@@ -51,7 +58,8 @@ def test_solutions_are_learned_and_a_run_goes_on_where_it_was(tmp_path: Path) ->
 def test_only_solutions_are_targets_and_held_out_prompts_are_not_seen() -> None:
     tokenizer = train_tokenizer([], SMALLEST_VOCAB)
     problems = Problems(find_task(TaskConfig(task="arithmetic", level=3)), tokenizer, 100)
-    data = SolvedProblems(problems, tokenizer, BatchConfig(batch=3, sequence=64, mask_documents=True))
+    batch = BatchConfig(batch=3, sequence=64, mask_documents=True)
+    data = SolvedProblems(problems, tokenizer, batch, partial(choose_solution, weights={}, seed=0))
     batch = next(data)
     for ids, labels, docs in zip(batch["input_ids"], batch["labels"], batch["doc_ids"], strict=True):
         assert docs.max() >= 2, "packed"
@@ -71,6 +79,41 @@ def test_only_solutions_are_targets_and_held_out_prompts_are_not_seen() -> None:
     assert all(torch.equal(after[name], again) for name, again in next(data).items())
 
 
+def test_styles_are_mixed_by_weight_and_all_earn_the_reward() -> None:
+    task, weights = find_task(TaskConfig(task="chain", level=4)), parse_styles("worked, direct=3")
+    assert weights == {"worked": 1.0, "direct": 3.0}
+    worked = 0
+    for index in range(400):
+        problem = task.problem(index)
+        text = choose_solution(problem, index, weights, seed=1)
+        assert text == choose_solution(task.problem(index), index, weights, seed=1)
+        assert problem.reward(text) == 1.0
+        assert text.count("\n") in (0, sum(map(problem.prompt.count, "+-")) - 1)
+        worked += "\n" in text
+    assert 70 < worked < 130
+    assert choose_solution(task.problem(0), 0, {}, seed=1) == task.problem(0).solution
+
+
+@pytest.mark.parametrize("text", ["worked=0", "worked=x", "worked,worked", "worked=-1", "worked=nan"])
+def test_styles_that_cannot_be_mixed_are_named(text: str) -> None:
+    with pytest.raises(ConfigError, match="write them as worked=1,direct=3"):
+        SFTConfig(styles=text)
+
+
+def test_two_ranks_learn_what_one_process_learns(tmp_path: Path) -> None:
+    model = str(tiny_folder(tmp_path / "model"))
+    alone, shared = (replace(config(model, tmp_path / n, steps=2), recipe="bf16") for n in ("one", "two"))
+    assert fine_tune(alone) == 0
+    assert ranks.run(2, fine_tune, shared) == [0, 0]
+    one, two = rows(tmp_path / "one"), rows(tmp_path / "two")
+    assert two[0]["loss"] == pytest.approx(one[0]["loss"], rel=1e-6), "a mean over targets, not over ranks"
+    assert two[0]["grad_norm"] == pytest.approx(one[0]["grad_norm"], rel=2e-3)
+    # AdamW's first update is nearly a sign, so what BF16 rounds otherwise shows.
+    assert two[1]["loss"] == pytest.approx(one[1]["loss"], rel=1e-3)
+    assert two[1]["val_loss"] == pytest.approx(one[1]["val_loss"], rel=1e-3)
+    assert load_model(tmp_path / "two").model.config.num_hidden_layers == 3
+
+
 def test_what_cannot_work_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = str(tiny_folder(tmp_path / "model"))
     short = replace(config(model, tmp_path / "run"), batch=BatchConfig(batch=1, sequence=12))
@@ -79,6 +122,13 @@ def test_what_cannot_work_is_named(tmp_path: Path, capsys: pytest.CaptureFixture
     gym = replace(config(model, tmp_path / "run"), task=TaskConfig(task="rl_cases:Troubled"))
     with pytest.raises(ConfigError, match="name a run, a folder with a model, or a preset: nano"):
         fine_tune(replace(gym, model=""))
+    with pytest.raises(
+        DataError, match="problem 0 has no solution in style 'worked'; the task has no styles"
+    ):
+        fine_tune(replace(config(model, tmp_path / "run"), styles="worked"))
+    chain = replace(config(model, tmp_path / "run"), task=TaskConfig(task="chain"))
+    with pytest.raises(DataError, match="no solution in style 'slow'; its styles are worked, direct"):
+        fine_tune(replace(chain, styles="slow"))
     assert not (tmp_path / "run").exists()
     for words, message in [
         (["rl", "--resume", "--out", str(tmp_path / "none")], "holds no run to resume"),

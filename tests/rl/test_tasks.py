@@ -51,7 +51,7 @@ def test_words_count_but_white_space_does_not() -> None:
     assert Exact(prompt="", answer="1234").reward("Answer: 12,34") == 0.0
 
 
-@pytest.mark.parametrize("name", ["arithmetic", "reverse", "countdown"])
+@pytest.mark.parametrize("name", ["arithmetic", "chain", "reverse", "countdown"])
 @pytest.mark.parametrize("level", [1, 3, 6])
 def test_a_problem_follows_from_its_index_and_its_solution_is_right(name: str, level: int) -> None:
     task, again = (find_task(TaskConfig(task=name, level=level)) for _ in range(2))
@@ -61,7 +61,7 @@ def test_a_problem_follows_from_its_index_and_its_solution_is_right(name: str, l
         problem = task.problem(index)
         assert problem == again.problem(index)
         assert problem.reward(problem.solution) == 1.0
-        assert problem.reward(problem.solution + "0") == 0.0
+        assert problem.reward(problem.solution + "1") == 0.0
         prompts.add(problem.prompt)
     assert len(prompts) > 20
     assert prompts != {other.problem(index).prompt for index in range(30)}
@@ -72,6 +72,18 @@ def test_arithmetic_is_right() -> None:
     for index in range(60):
         problem = task.problem(index)
         assert problem.answer == str(eval(problem.prompt.removesuffix("=\n").lstrip("0") or "0"))
+
+
+def test_a_chain_is_worked_one_step_a_line() -> None:
+    task = find_task(TaskConfig(task="chain", level=5))
+    for index in range(60):
+        problem = task.problem(index)
+        *lines, answer = problem.solution.split("\n")
+        assert [eval(line) for line in (problem.prompt.removesuffix("=\n"), *lines)] == [
+            int(problem.answer)
+        ] * (2 + index % 5)
+        assert answer == f"Answer: {problem.answer}"
+        assert [line.replace("-", "+").count("+") for line in lines] == list(range(1 + index % 5, 0, -1))
 
 
 def test_countdown_takes_any_expression_of_the_numbers() -> None:

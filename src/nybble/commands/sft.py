@@ -9,7 +9,7 @@ from nybble.commands.runs import parse_run
 from nybble.rl.sft import SFTConfig
 
 FREE = ("model", "out", "device", "threads", "schedule.steps")
-FREE_SECTIONS = ("checkpoint.", "log.")
+FREE_SECTIONS = ("checkpoint.", "log.", "parallel.")
 """What may change when a run resumes."""
 
 

@@ -77,8 +77,10 @@ def forward_backward(session: Session, batches: list[Batch], step: int) -> Tenso
     total = torch.zeros((), device=session.device)
     for micro, batch in enumerate(batches):
         session.set_step(step, micro)
-        # Packed sequences all have the same number of targets, so the mean of means is the mean.
-        loss = session.loss(batch) / (len(batches) * together.world())
+        # Packed text has as many targets on each rank, so the mean of means is the mean; where it has not,
+        # the data say how much more or less a rank counts.
+        share = batch.get("share", 1.0)
+        loss = session.loss(batch) * share / (len(batches) * together.world())
         loss.backward()
         total += loss.detach()
     return total

@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import numpy as np
 import torch
 import tyro
 from torch import Tensor, nn
@@ -18,31 +17,33 @@ from nybble import together
 from nybble.analysis.plots import plot_loss
 from nybble.checkpoints.hub import TrainedModel, load_model, save_model
 from nybble.checkpoints.identity import digest
-from nybble.data import TextTokenizer
 from nybble.data.tokenizer import SMALLEST_VOCAB, train_tokenizer
-from nybble.errors import ConfigError, DataError
-from nybble.layers import convert
+from nybble.errors import ConfigError
 from nybble.models import presets
+from nybble.parallel import Monitor, convert, make_mesh, shard
+from nybble.parallel.launch import check_agreement, joined, named_loss, rank_device
 from nybble.pretrain import metrics
 from nybble.pretrain.config import (
     BatchConfig,
     CheckpointConfig,
     LogConfig,
     OptimiserConfig,
+    ParallelConfig,
     PretrainConfig,
     ScheduleConfig,
     ValidationConfig,
 )
 from nybble.pretrain.configfile import dump, flatten
 from nybble.pretrain.device import numerics_status, pick_device
-from nybble.pretrain.loop import IGNORE, train
+from nybble.pretrain.loop import train
 from nybble.pretrain.runfolder import RunFolder, environment
 from nybble.pretrain.session import Session
 from nybble.pretrain.sinks import open_sinks
 from nybble.pretrain.stop import StopRequest
 from nybble.recipes import load_recipe
 from nybble.rl.problems import Problems
-from nybble.rl.tasks import TaskConfig, find_task
+from nybble.rl.solved import SolvedProblems
+from nybble.rl.tasks import TaskConfig, choose_solution, find_task, parse_styles
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +62,10 @@ class SFTConfig:
     """Where to compute; auto takes a GPU if there is one."""
     threads: int = 0
     """CPU threads; 0 leaves torch's choice."""
+    styles: str = ""
+    """Mix of solutions, such as worked=1,direct=3, for a task that has several styles; empty takes the
+    worked one alone.
+    """
     task: TaskConfig = field(default_factory=TaskConfig)
     batch: BatchConfig = field(
         default_factory=lambda: BatchConfig(batch=16, sequence=128, mask_documents=True)
@@ -69,7 +74,11 @@ class SFTConfig:
     schedule: ScheduleConfig = field(default_factory=lambda: ScheduleConfig(steps=200))
     validation: ValidationConfig = field(default_factory=ValidationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     log: LogConfig = field(default_factory=LogConfig)
+
+    def __post_init__(self) -> None:
+        parse_styles(self.styles)
 
     def session_config(self) -> PretrainConfig:
         """The settings that the loop of pretraining reads."""
@@ -85,70 +94,36 @@ class SFTConfig:
             schedule=self.schedule,
             validation=self.validation,
             checkpoint=self.checkpoint,
+            parallel=self.parallel,
             log=self.log,
         )
 
 
-class SolvedProblems:
-    """Batches of prompts with their worked solutions, packed as documents; only solutions are targets.
-
-    A batch is dict of int64 [B, S]: input_ids, labels (shifted, -100 is no target), doc_ids.
-    """
-
-    def __init__(self, problems: Problems, tokenizer: TextTokenizer, batch: BatchConfig) -> None:
-        self.problems, self.tokenizer, self.batch = problems, tokenizer, batch
-        self.next_problem = 0
-
-    def __next__(self) -> dict[str, Tensor]:
-        B, S = self.batch.batch, self.batch.sequence
-        ids = np.full((B, S), self.tokenizer.pad_id, dtype=np.int64)
-        labels = np.full((B, S), IGNORE, dtype=np.int64)
-        docs = np.full((B, S), -1, dtype=np.int64)
-        for row in range(B):
-            start = document = 0
-            while True:
-                posed, following = self.problems.take(self.next_problem, 1)
-                prompt = posed[0].tokens
-                text = posed[0].problem.solution
-                if not text:
-                    raise DataError(f"task: problem {posed[0].index} has no worked solution to learn from")
-                line = [*prompt, *self.tokenizer.encode(text), self.tokenizer.eot_id]
-                size = len(line) - 1
-                if size > S:
-                    raise DataError(
-                        f"problem {posed[0].index} and its solution take {size} tokens; raise --sequence, "
-                        f"which is {S}"
-                    )
-                if start + size > S:
-                    break  # it opens the next row
-                ids[row, start : start + size] = line[:-1]
-                labels[row, start + len(prompt) - 1 : start + size] = line[len(prompt) :]
-                docs[row, start : start + size] = document
-                start, document, self.next_problem = start + size, document + 1, following
-        tensors = {"input_ids": ids, "labels": labels, "doc_ids": docs}
-        return {name: torch.from_numpy(array) for name, array in tensors.items()}
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"next_problem": self.next_problem}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.next_problem = state["next_problem"]
-
-
 def fine_tune(config: SFTConfig, *, resume: bool = False, overwrite: bool = False) -> int:
-    """Trains, and returns the exit status, as `pretrain` does."""
-    if together.launched():
-        raise ConfigError("nybble sft runs in one process; start it without torchrun")
-    device = pick_device(config.device)
+    """Trains, and returns the exit status, as `pretrain` does; of several ranks each takes a share of the
+    rows and of the model."""
+    device = rank_device(pick_device(config.device))
     if config.threads:
         torch.set_num_threads(config.threads)
+    monitor, limits = Monitor(), config.parallel
+    with joined(device, monitor.watch, slow_s=limits.slow_exchange, timeout_s=limits.exchange_limit):
+        return _fine_tune(config, device, monitor, resume=resume, overwrite=overwrite)
+
+
+def _fine_tune(
+    config: SFTConfig, device: torch.device, monitor: Monitor, *, resume: bool, overwrite: bool
+) -> int:
+    if together.restarted() and (config.out / "config.toml").is_file():
+        resume, overwrite = True, False  # the launcher repeats the command of the run's beginning
     task = find_task(config.task)
     trained = starting_model(config, device)
     tokenizer = trained.tokenizer
+    check_agreement({"settings": digest(flatten(config))[:12], "recipe": trained.recipe.hash()})
+    solution = partial(choose_solution, weights=parse_styles(config.styles), seed=config.task.task_seed)
 
     def data(held_out: bool) -> SolvedProblems:
         problems = Problems(task, tokenizer, config.batch.sequence, held_out=held_out)
-        return SolvedProblems(problems, tokenizer, config.batch)
+        return SolvedProblems(problems, tokenizer, config.batch, solution)
 
     def held_out() -> Iterator[dict[str, Tensor]]:
         batches = data(True)
@@ -156,6 +131,7 @@ def fine_tune(config: SFTConfig, *, resume: bool = False, overwrite: bool = Fals
 
     train_data = data(False)
     next(data(False))  # a task that cannot be packed fails before the run folder is touched
+    trained = share_out(config, trained, device, monitor)
     folder = RunFolder(config.out, resume=resume, overwrite=overwrite)
     session = Session(
         config=config.session_config(),
@@ -168,36 +144,51 @@ def fine_tune(config: SFTConfig, *, resume: bool = False, overwrite: bool = Fals
             "recipe": trained.recipe.hash(),
             "tokenizer": tokenizer.sha256[:12],
             "task": dataclasses.asdict(config.task),
+            "styles": parse_styles(config.styles),
         },
         export=partial(_save_model, trained=trained, steps=config.schedule.steps),
         device=device,
+        monitor=monitor,
     )
     try:
         if resume:
             session.restore()
         folder.write("config.toml", dump(dataclasses.replace(config, out=folder.path)))
-        folder.write("env.json", environment(device, numerics_status(device)))
+        folder.write("env.json", environment(device, numerics_status(device), together.world()))
         folder.write("precision.txt", trained.report.table())
         print(trained.report.table())
         print(f"device  {numerics_status(device)}")
         print(
-            f"task    {config.task.task}, level {config.task.level}; {config.schedule.steps} steps "
-            f"to {folder.path}"
+            f"task    {config.task.task}, level {config.task.level}"
+            f"{', ' + config.styles if config.styles else ''}; {config.schedule.steps} steps to {folder.path}"
         )
-        session.sinks += open_sinks(config.log, folder.path, flatten(config), session.step)
-        with StopRequest() as stop:
+        if together.is_main():
+            session.sinks += open_sinks(config.log, folder.path, flatten(config), session.step)
+        with StopRequest() as stop, named_loss(monitor.watch):
             rows = train(session, stop)
-        plot_loss(rows, folder.path / "plots" / "loss.png", title=f"fine-tuning on {config.task.task}")
-        if session.step < config.schedule.steps:
-            print(f"stopped: step {session.step} is saved; go on with --resume")
-            return 128 + stop.signum
-        print(
-            f"done    held-out loss {rows[-1]['val_loss']:.4f} nats a token; "
-            f"{metrics.duration(session.elapsed_s)}"
-        )
-        return 0
+        return together.on_main(lambda: _conclude(config, session, rows, stop))
     finally:
         session.close()
+
+
+def share_out(
+    config: SFTConfig, trained: TrainedModel, device: torch.device, monitor: Monitor
+) -> TrainedModel:
+    """The model with its experts and weights shared out among the ranks; as it is in one process."""
+    if not together.active():
+        return trained
+    mesh = make_mesh(
+        device.type,
+        experts=getattr(trained.model.config, "n_routed_experts", 0),
+        expert_parallel=config.parallel.expert_parallel,
+        replicate=config.parallel.replicate,
+    )
+    steps = config.schedule.steps
+    report = convert(trained.model, trained.recipe, steps=steps, mesh=mesh, monitor=monitor)
+    gather = torch.bfloat16 if config.parallel.gather == "bf16" else None
+    shard(trained.model, mesh, gather=gather, reshard=config.parallel.reshard)
+    print(f"ranks   {mesh.text()}")
+    return dataclasses.replace(trained, report=report)
 
 
 def starting_model(config: SFTConfig, device: torch.device) -> TrainedModel:
@@ -221,6 +212,19 @@ def starting_model(config: SFTConfig, device: torch.device) -> TrainedModel:
     ).to(device)
     recipe = load_recipe(config.recipe or "inkling")
     return TrainedModel(model, tokenizer, recipe, convert(model, recipe, steps=config.schedule.steps))
+
+
+def _conclude(config: SFTConfig, session: Session, rows: list[dict[str, Any]], stop: StopRequest) -> int:
+    """Plot, last line and status."""
+    plot = session.run.path / "plots" / "loss.png"
+    plot_loss(rows, plot, title=f"fine-tuning on {config.task.task}")
+    if session.step < config.schedule.steps:
+        print(f"stopped: step {session.step} is saved; go on with --resume")
+        return 128 + stop.signum
+    print(
+        f"done    held-out loss {rows[-1]['val_loss']:.4f} nats a token; {metrics.duration(session.elapsed_s)}"
+    )
+    return 0
 
 
 def _save_model(model: nn.Module, checkpoint: Path, *, trained: TrainedModel, steps: int) -> None:

@@ -48,6 +48,11 @@ class Exact:
     def solution(self) -> str:
         return f"{self.working}{MARK} {self.answer}"
 
+    @property
+    def solutions(self) -> dict[str, str]:
+        """By style: with the working and without it; none if there is no working."""
+        return {"worked": self.solution, "direct": f"{MARK} {self.answer}"} if self.working else {}
+
     def reward(self, text: str) -> float:
         """1 for the right answer on the last line, else 0."""
         given = final_answer(text)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from nybble.errors import ConfigError
 from nybble.rl.tasks.arithmetic import Arithmetic
+from nybble.rl.tasks.chain import Chain
 from nybble.rl.tasks.countdown import Countdown
 from nybble.rl.tasks.gym import Gym
 from nybble.rl.tasks.protocol import Task, TaskConfig
@@ -15,6 +16,7 @@ from nybble.rl.tasks.reverse import Reverse
 
 _OWN: dict[str, Callable[[int, int], Task]] = {
     "arithmetic": Arithmetic,
+    "chain": Chain,
     "reverse": Reverse,
     "countdown": Countdown,
     "gsm-symbolic": lambda seed, _level: Gym("gsm_symbolic", seed),

@@ -9,7 +9,7 @@ from nybble.errors import ConfigError
 
 
 class Problem(Protocol):
-    """One problem."""
+    """One problem. It may also have `solutions`, a mapping from names of styles to solutions in each."""
 
     @property
     def prompt(self) -> str:
@@ -37,7 +37,7 @@ class TaskConfig:
     """Which problems."""
 
     task: str = "arithmetic"
-    """arithmetic, reverse, countdown, gsm-symbolic, gym:NAME for any task of reasoning-gym, or an import path
+    """arithmetic, chain, reverse, countdown, gsm-symbolic, gym:NAME for any task of reasoning-gym, or an import path
     such as my_tasks:make, called with (seed, level)."""
     level: int = 1
     """Difficulty; what it means is the task's affair. Tasks with levels mix all from 1 to this one."""
