@@ -221,9 +221,8 @@ def _conclude(config: SFTConfig, session: Session, rows: list[dict[str, Any]], s
     if session.step < config.schedule.steps:
         print(f"stopped: step {session.step} is saved; go on with --resume")
         return 128 + stop.signum
-    print(
-        f"done    held-out loss {rows[-1]['val_loss']:.4f} nats a token; {metrics.duration(session.elapsed_s)}"
-    )
+    took = metrics.duration(session.elapsed_s)
+    print(f"done    held-out loss {rows[-1]['val_loss']:.4f} nats a token; {took}")
     return 0
 
 

@@ -22,7 +22,7 @@ class SolvedProblems:
     """Batches of prompts with their solutions, packed as documents; only solutions are targets.
 
     A batch is dict of int64 [B, S]: input_ids, labels (shifted, -100 is no target), doc_ids. Each of several
-    ranks packs the same rows and gives its own ones, with the `share` of its mean in the mean over all targets.
+    ranks packs the same rows and gives its own, with the `share` of its mean in the mean over all targets.
     """
 
     def __init__(

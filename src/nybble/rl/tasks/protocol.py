@@ -37,8 +37,8 @@ class TaskConfig:
     """Which problems."""
 
     task: str = "arithmetic"
-    """arithmetic, chain, reverse, countdown, gsm-symbolic, gym:NAME for any task of reasoning-gym, or an import path
-    such as my_tasks:make, called with (seed, level)."""
+    """arithmetic, chain, reverse, countdown, gsm-symbolic, gym:NAME for any task of reasoning-gym, or an
+    import path such as my_tasks:make, called with (seed, level)."""
     level: int = 1
     """Difficulty; what it means is the task's affair. Tasks with levels mix all from 1 to this one."""
     task_seed: int = 0
