@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from nybble.layers import convert as convert_alone
 from nybble.layers import gemm, set_step
 from nybble.parallel import Monitor, convert
-from nybble.parallel.launch import joined
+from nybble.parallel.launch import joined, rank_device
 
 T, H, WIDTH, E, K = 96, 64, 32, 4, 2
 STOCHASTIC = {"format": "mxfp8", "rounding": "stochastic"}
@@ -66,9 +66,9 @@ def operands() -> Iterator[list[tuple[str, Tensor, Tensor, list[int]]]]:
     rows, columns = gemm.grouped_rows, gemm.grouped_columns
 
     def watched(name: str, product: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def call(a: Tensor, b: Tensor, offs: Tensor, last: Any) -> Tensor:
+        def call(a: Tensor, b: Tensor, offs: Tensor, last: Any, **named: Any) -> Tensor:
             seen.append((name, a.clone(), b.clone(), offs.tolist()))
-            return product(a, b, offs, last)
+            return product(a, b, offs, last, **named)
 
         return call
 
@@ -90,17 +90,21 @@ def passed(module: nn.Module, x: Tensor, index: Tensor, weights: Tensor, dy: Ten
     return {"y": y.detach(), "dx": x.grad, "dweights": weights.grad, "operands": seen}
 
 
-def compare(legs: dict[str, str], route: str, rule: dict[str, Any] | None = None) -> dict[str, Any]:
+def compare(
+    device: str, legs: dict[str, str], route: str, rule: dict[str, Any] | None = None
+) -> dict[str, Any]:
     """What this rank's pass has in common with one process's: differences, and whether operands are the
     same."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    whole, monitor = Model(), Monitor()
+    whole, monitor = Model().to(device), Monitor()
     convert_alone(whole, recipe({}, rule))
-    x, index, weights, dy = batch(route)
+    x, index, weights, dy = (t.to(device) for t in batch(route))
+    if device == "cuda":
+        x, dy = x.bfloat16(), dy.bfloat16()
     alone = passed(whole, x, index, weights, dy)
 
-    model = Model()
-    mesh = init_device_mesh("cpu", (world,))
+    model = Model().to(device)
+    mesh = init_device_mesh(device, (world,))
     convert(model, recipe(legs, rule), mesh=mesh, monitor=monitor)
     # Unequal parts where all tokens go one way: the last rank has none.
     ends = [T, T] if route == "first" else [T * (r + 1) // world for r in range(world)]
@@ -140,6 +144,16 @@ def _same_groups(whole: Any, part: Any, here: range) -> bool:
     return True
 
 
-def all_cases(cases: dict[str, tuple[dict[str, str], str, dict[str, Any] | None]]) -> dict[str, Any]:
-    with joined(torch.device("cpu"), Monitor().watch, slow_s=30, timeout_s=60):
-        return {name: compare(*case) for name, case in cases.items()}
+def all_cases(
+    cases: dict[str, tuple[dict[str, str], str, dict[str, Any] | None]], device: str = "cpu"
+) -> dict[str, Any]:
+    """What `compare` finds for each case, on CPUs or with a GPU for each rank."""
+    with joined(rank_device(torch.device(device)), Monitor().watch, slow_s=30, timeout_s=60):
+        return {name: compare(device, *case) for name, case in cases.items()}
+
+
+def all_cases_on_gpus(cases: dict[str, Any], hidden: int, width: int) -> dict[str, Any]:
+    """The same on GPUs, with sizes that their grouped products take."""
+    global H, WIDTH
+    H, WIDTH = hidden, width
+    return all_cases(cases, "cuda")

@@ -1,9 +1,10 @@
-"""The exchange on a GPU, with NCCL and one rank: streams, events, kernels, and the results of no exchange."""
+"""The exchange on GPUs, with NCCL: one rank gives the results of no exchange, two those of one process."""
 
 import datetime
 
 import layer_cases
 import pytest
+import ranks as processes
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -23,10 +24,13 @@ HIDDEN, WIDTH = 256, 128
 
 @pytest.fixture
 def ranks(tmp_path):
+    torch.cuda.set_device(0)
     store, limit = dist.FileStore(str(tmp_path / "store"), 1), datetime.timedelta(seconds=60)
     dist.init_process_group("nccl", store=store, rank=0, world_size=1, timeout=limit)
-    yield init_device_mesh("cuda", (1,))
-    dist.destroy_process_group()
+    try:
+        yield init_device_mesh("cuda", (1,))
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("legs", [{}, {"dispatch": "nvfp4"}, dict.fromkeys(LEGS, "mxfp8")])
@@ -53,3 +57,27 @@ def test_a_layer_with_an_exchange_is_the_layer(ranks, legs, monkeypatch):
     _, waited = monitor.meter.take()
     assert all(seconds >= 0 for seconds in waited.values())
     assert monitor.watch.position()[2] is False
+
+
+CASES = {
+    "bf16": ({}, "spread", None),
+    "mxfp8": (dict.fromkeys(LEGS, "mxfp8"), "spread", None),
+    "nvfp4 dispatch": ({"dispatch": "nvfp4"}, "spread", None),
+    "all to the first rank": ({}, "first", None),
+    "all to one expert": ({}, "one", None),
+}
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_gpus_compute_what_one_does():
+    """Legs of 16 bits lose nothing of BF16 activations: equal operands, stochastic rounding included."""
+    results = processes.run(2, layer_cases.all_cases_on_gpus, CASES, HIDDEN, WIDTH)
+    for rank, found in enumerate(results):
+        for case in ("bf16", "nvfp4 dispatch", "all to the first rank", "all to one expert"):
+            assert found[case]["operands"] == [True] * 7, (rank, case)
+            # Sums of a token's experts are rounded to BF16 once a rank.
+            assert found[case]["y"] < 0.1, (rank, case)
+        assert found["mxfp8"]["y"] > found["bf16"]["y"]
+        for leg in LEGS:
+            assert found["mxfp8"]["bytes"][leg] <= 0.52 * found["bf16"]["bytes"][leg]
+    assert [found["all to the first rank"]["rows"] for found in results] == [layer_cases.T, 0]
