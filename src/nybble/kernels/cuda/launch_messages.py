@@ -11,6 +11,9 @@ from nybble.kernels.cuda import reasons
 from nybble.kernels.cuda import rows as row_kernel
 from nybble.kernels.cuda.jit import cdiv, use_asm, whole_key
 
+TILE = 512
+"""Words of eight elements that a program unpacks at most: 32 elements a thread."""
+
 
 def can_pack(x: Tensor, fmt: Format) -> bool:
     """Whether rows of x go into a message in one pass: whole blocks, every row at a multiple of 8 bytes."""
@@ -83,14 +86,19 @@ def unpack(message: Tensor, fmt: Format, columns: int, dtype: torch.dtype, place
     if count == 0:
         return values.to(dtype)
     words = columns // 8
-    n = max(64, min(512, 1 << (words - 1).bit_length()))
     bf16 = wanted == torch.bfloat16
-    kernel.unpack_rows[(count, cdiv(words, n))](
+    # Tiles that end with each row would leave much of a row's last one idle; but an outer scale is found once
+    # a tile only where that has one row.
+    flat = not fmt.two_level
+    n = TILE if flat else max(64, min(TILE, 1 << (words - 1).bit_length()))
+    grid = (cdiv(count * words, n),) if flat else (count, cdiv(words, n))
+    kernel.unpack_rows[grid](
         message.view(torch.int32),
         message,
         message.view(torch.float32),
         None if places is None else places.to(torch.int32).contiguous(),
         values.view(torch.int32) if bf16 else values,
+        count,
         words,
         total // (4 if fmt.packed else 8),
         total,
@@ -102,6 +110,7 @@ def unpack(message: Tensor, fmt: Format, columns: int, dtype: torch.dtype, place
         PARTS=0 if places is None else places.shape[1],
         OUTER_MAX=fmt.outer_max or 0.0,
         OUT_BF16=bf16,
+        FLAT=flat,
         N=n,
         ASM=use_asm(message.device),
         num_warps=max(1, min(4, n // 64)),

@@ -184,8 +184,12 @@ def quantize_rows(
     n = max(n, block_units)
     loops = cdiv(units, n) if whole else loops
     tiles = 1 if whole else cdiv(units, n * loops)
-    height = n // pow2(units) if tiles * loops == 1 else 1
-    across, axis = grid(count, tiles) if height <= 1 else ((cdiv(count, height), 1), 0)
+    height = max(1, n // pow2(units)) if tiles * loops == 1 else 1
+    across, axis = grid(count, tiles) if height == 1 else ((cdiv(count, height), 1), 0)
+    plain = outer == row_kernel.OUTER_NONE.value and all(a is None for a in (gated, offs, values))
+    if plain and not whole and tiles > 1 and units % n and units % block_units == 0:
+        # The last tile of each row would be idle for the most part.
+        height, loops, across, axis = 0, 1, (cdiv(count * units, n), 1), 0
     out_bf16 = values is not None and values.dtype == torch.bfloat16
     code_stride, scale_stride, amax_stride = strides or (units, cdiv(units, max(1, block_units)), 1)
     row_kernel.quantize_rows[across](
@@ -233,7 +237,7 @@ def quantize_rows(
         ALIGNED=(x.columns if gated is None else width) % 8 == 0,
         ROW_AXIS=axis,
         LOOPS=loops,
-        HEIGHT=max(1, height),
+        HEIGHT=height,
         N=n,
         CHUNKS=unit // 8,
         ASM=use_asm(x.x.device),

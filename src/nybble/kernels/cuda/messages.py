@@ -9,16 +9,18 @@ from nybble.kernels.cuda import scales as rule
 from nybble.kernels.cuda.decode import eight_values
 from nybble.kernels.cuda.jit import Launched
 from nybble.kernels.cuda.registers import load_e4m3, store_values
+from nybble.kernels.cuda.rows import flat, of_row
 
 
 @Launched
-@triton.jit(do_not_specialize=["words", "row_units", "row_bytes", "scale_start", "amax_start"])
+@triton.jit(do_not_specialize=["count", "words", "row_units", "row_bytes", "scale_start", "amax_start"])
 def unpack_rows(
     codes_ptr,  # the message as int32 words
     bytes_ptr,  # the message as bytes
     amax_ptr,  # the message as FP32
     places_ptr,  # int32 [T, PARTS]
     values_ptr,
+    count,  # T
     words,  # of eight elements, in a row
     row_units,  # of eight codes, from row to row
     row_bytes,
@@ -30,19 +32,24 @@ def unpack_rows(
     PARTS: tl.constexpr,  # 0: row t of the message is row t of the result
     OUTER_MAX: tl.constexpr,  # 0: no outer scale
     OUT_BF16: tl.constexpr,
+    FLAT: tl.constexpr,  # tiles go on from row to row
     N: tl.constexpr,
     ASM: tl.constexpr,
 ):
     """Row t of the values: the sum of PARTS rows of the message, in FP32 and in order."""
-    t = tl.program_id(0).to(tl.int64)
-    w = (tl.program_id(1) * N + tl.arange(0, N)).to(tl.int64)
-    inside = w < words
+    if FLAT:
+        t, w = flat(tl.program_id(0), tl.arange(0, N), words, N)
+        inside = t < count
+    else:
+        t = tl.program_id(0).to(tl.int64)
+        w = (tl.program_id(1) * N + tl.arange(0, N)).to(tl.int64)
+        inside = w < words
     total = ()
     for j in tl.static_range(1 if PARTS == 0 else PARTS):
         row = t
         mask = inside
         if PARTS > 0:
-            row = tl.load(places_ptr + t * PARTS + j).to(tl.int64)
+            row = of_row(places_ptr + j, t * PARTS, inside, FLAT).to(tl.int64)
             mask = inside & (row >= 0)
         at = row * row_bytes + scale_start + w // BLOCK_WORDS
         if SCALE == rule.E4M3:
@@ -52,7 +59,8 @@ def unpack_rows(
         q = eight_values(codes_ptr, row * row_units + w, mask, E2M1, ASM)
         s_dec = 1.0
         if OUTER_MAX > 0:
-            amax = tl.load(amax_ptr + (row * (row_bytes // 4) + amax_start), mask=row >= 0, other=0.0)
+            present = mask if FLAT else row >= 0
+            amax = tl.load(amax_ptr + (row * (row_bytes // 4) + amax_start), mask=present, other=0.0)
             s_dec = tl.div_rn(1.0, rule.encode_scale(amax, OUTER_MAX))
         v = ()
         for i in tl.static_range(8):

@@ -99,6 +99,18 @@ def row_tops(m, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @triton.jit
+def flat(tile, n, units, N: tl.constexpr):
+    """Row and place in it of units n of a tile, where tiles go on from row to row.
+
+    Those of the tile's first are found in 64 bits, once; the others from it in 32.
+    """
+    first = tile.to(tl.int64) * N
+    row = first // units
+    place = (first - row * units).to(tl.int32) + n
+    return row + place // units, (place % units).to(tl.int64)
+
+
+@triton.jit
 def of_row(ptr, row, mask, PACKED: tl.constexpr):
     """What `ptr` holds of a row, or of each unit's row."""
     if PACKED:
@@ -156,17 +168,20 @@ def quantize_rows(
     ALIGNED: tl.constexpr,
     ROW_AXIS: tl.constexpr,  # of the grid; the other one counts tiles of a row
     LOOPS: tl.constexpr,  # tiles of a row that one program goes through
-    HEIGHT: tl.constexpr,  # rows of a tile; several only where one tile holds a whole row
+    HEIGHT: tl.constexpr,  # rows of a tile; several only where one holds whole rows; 0: tiles go on in the next
     N: tl.constexpr,  # units of a tile
     CHUNKS: tl.constexpr,
     ASM: tl.constexpr,
 ):
     """Codes and scales, or values, or both, of rows of x [R, units * 8 * CHUNKS], padded with zeros."""
     WHOLE_ROW: tl.constexpr = OUTER == OUTER_ROW or BLOCK_UNITS == 0
-    PACKED: tl.constexpr = HEIGHT > 1
-    WIDTH: tl.constexpr = N // HEIGHT
+    PACKED: tl.constexpr = HEIGHT != 1  # `row`, and what belongs to a row, holds one a unit
+    WIDTH: tl.constexpr = N // max(HEIGHT, 1)
     n = tl.arange(0, N)
-    if PACKED:  # `row`, and what belongs to a row, holds one a unit
+    if HEIGHT == 0:
+        row, start = flat(tl.program_id(0), n, units, N)
+        mask = row < count
+    elif PACKED:
         row = tl.program_id(0).to(tl.int64) * HEIGHT + n // WIDTH
         start = (n % WIDTH).to(tl.int64)
         mask = (start < units) & (row < count)
