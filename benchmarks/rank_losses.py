@@ -137,13 +137,14 @@ def show(config: Config) -> None:
     """Both tables, of the steps that every run has."""
     one = rows(config, Run("none", 1, 0))
     plain = [run for run in plan(config) if run.legs in ("fp32", "bf16") and rows(config, run)]
-    print(f"`{config.preset}`, recipe `{config.recipe}`, seed 0: loss of a step, and how far others are from it\n")
+    print(f"`{config.preset}`, recipe `{config.recipe}`, seed 0: loss of steps, and how far others are off\n")
     print("| step | 1 rank | " + " | ".join(f"{r.ranks} ranks, {r.legs} legs" for r in plain) + " |")
     print("|---|---|" + "---|" * len(plain))
     curves = [rows(config, run) for run in plain]
     for step in [s for s in SHOWN if s <= len(one)]:
-        cells = [f"{c[step - 1]['loss'] - one[step - 1]['loss']:+.7f}" if step <= len(c) else "" for c in curves]
-        print(f"| {step} | {one[step - 1]['loss']:.7f} | " + " | ".join(cells) + " |")
+        loss = one[step - 1]["loss"]
+        cells = [f"{c[step - 1]['loss'] - loss:+.7f}" if step <= len(c) else "" for c in curves]
+        print(f"| {step} | {loss:.7f} | " + " | ".join(cells) + " |")
     most = [max(abs(a["loss"] - b["loss"]) for a, b in zip(one, c, strict=False)) for c in curves]
     print("| largest of all | | " + " | ".join(f"{m:.7f}" for m in most) + " |")
     ends = [c[-1]["val_loss"] - one[-1]["val_loss"] if "val_loss" in c[-1] else float("nan") for c in curves]

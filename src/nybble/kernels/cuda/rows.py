@@ -168,7 +168,7 @@ def quantize_rows(
     ALIGNED: tl.constexpr,
     ROW_AXIS: tl.constexpr,  # of the grid; the other one counts tiles of a row
     LOOPS: tl.constexpr,  # tiles of a row that one program goes through
-    HEIGHT: tl.constexpr,  # rows of a tile; several only where one holds whole rows; 0: tiles go on in the next
+    HEIGHT: tl.constexpr,  # rows of a tile, if it holds whole ones; 0: tiles go on in the next row
     N: tl.constexpr,  # units of a tile
     CHUNKS: tl.constexpr,
     ASM: tl.constexpr,
