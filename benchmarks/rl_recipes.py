@@ -1,10 +1,11 @@
 """Rewards and mismatch of recipes from one start over several seeds, as a table and a picture.
 
-    nybble sft nano --task arithmetic --level 2 --steps 260 --lr 3e-3 --out runs/sft
-    python benchmarks/rl_recipes.py runs/sft --steps 40 --seeds 3 --jobs 2 --out docs/rl-recipes.png
+    python benchmarks/rl_recipes.py runs/demo-sft --steps 40 --jobs 2 --out docs/results/rl-recipes -- \
+        --task chain --level 3 --prompts 32 --group 8 --rows 256 --max-new-tokens 40 --lr 2e-4
 
-`apart` is a BF16 trainer whose sampler computes as `inkling` does: the mismatch that one quantiser for both
-avoids. A run is a process of one thread; a finished run is not done again.
+The last two are a BF16 trainer whose sampler computes as `inkling`, or in NVFP4 throughout: the mismatch that
+one quantiser for both avoids. A run is a process of one thread; a finished run is not done again. Runs that
+`--report` finds unfinished are compared as far as all have come.
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ import argparse
 import os
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 from nybble.analysis.rl_plots import plot_runs
 from nybble.pretrain import metrics
@@ -24,10 +27,11 @@ CASES = {
     "bf16": ["--recipe", "bf16"],
     "mxfp8": ["--recipe", "mxfp8"],
     "inkling": ["--recipe", "inkling"],
-    "apart": ["--recipe", "bf16", "--sample-recipe", "inkling"],
+    "bf16, sampler inkling": ["--recipe", "bf16", "--sample-recipe", "inkling"],
+    "bf16, sampler nvfp4": ["--recipe", "bf16", "--sample-recipe", "nvfp4-all-naive"],
 }
-LAST = 5
-"""Steps whose mean reward is the result of a run."""
+FEW = 5
+"""Steps at either end whose mean reward stands in the table."""
 
 
 def main() -> None:
@@ -37,49 +41,55 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--runs", type=Path, default=Path("runs/rl-recipes"))
-    parser.add_argument("--out", type=Path, default=Path("rl-recipes.png"))
+    parser.add_argument("--out", type=Path, default=Path("rl-recipes"), help="picture and table, no suffix")
+    parser.add_argument("--report", action="store_true", help="run nothing, compare what there is")
     parser.add_argument("flags", nargs="*", help="further flags of nybble rl, after --")
     chosen = parser.parse_args()
     common = ["--device", "cpu", "--threads", "1", "--steps", str(chosen.steps), "--save-every", "0"]
     common += ["--eval-every", str(chosen.steps), *chosen.flags]
 
-    def run(name: str, seed: int) -> Path:
-        out = chosen.runs / f"{name}-{seed}"
-        done = out / "metrics.jsonl"
-        if not (done.is_file() and len(metrics.read(done)) == chosen.steps):
-            words = [
-                "rl",
-                str(chosen.model),
-                *CASES[name],
-                "--seed",
-                str(seed),
-                "--out",
-                str(out),
-                "--overwrite",
-            ]
-            command = [sys.executable, "-m", "nybble", *words, *common]
+    def run(name: str, seed: int) -> list[dict[str, Any]]:
+        out = chosen.runs / f"{name}-{seed}".replace(", ", "-").replace(" ", "-")
+        found = out / "metrics.jsonl"
+        if not chosen.report and not (found.is_file() and len(metrics.read(found)) == chosen.steps):
+            words = ["rl", str(chosen.model), *CASES[name], "--seed", str(seed), "--out", str(out)]
+            command = [sys.executable, "-m", "nybble", *words, "--overwrite", *common]
             environment = {**os.environ, "OMP_NUM_THREADS": "1"}
             subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL)
-        return done
+        return metrics.read(found)
 
     with ThreadPoolExecutor(chosen.jobs) as pool:
         names = [(name, seed) for seed in range(chosen.seeds) for name in CASES]
         found = dict(zip(names, pool.map(lambda job: run(*job), names), strict=True))
-    runs = {name: [metrics.read(found[name, s]) for s in range(chosen.seeds)] for name in CASES}
-    print("| recipe | first step | last 5, by seed | mean | held out, greedy | k3 | largest ratio |")
-    print("|---|---|---|---|---|---|---|")
+    steps = min(map(len, found.values()))
+    runs = {name: [found[name, seed][:steps] for seed in range(chosen.seeds)] for name in CASES}
+    text = table(runs)
+    print(text)
+    chosen.out.parent.mkdir(parents=True, exist_ok=True)
+    chosen.out.with_suffix(".md").write_text(text + "\n", encoding="utf-8")
+    plot_runs(runs, chosen.out.with_suffix(".png"), title=f"{chosen.model.name}, {steps} steps")
+
+
+def table(runs: Mapping[str, Sequence[Sequence[Mapping[str, Any]]]]) -> str:
+    """A row of Markdown a case."""
+    heads = ("recipe", f"first {FEW} steps", f"last {FEW}, by seed", "mean", "held out, greedy")
+    heads += ("k3", "largest ratio", "other experts")
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for name, seeds in runs.items():
-        ends = [fmean(row["reward"] for row in rows[-LAST:]) for rows in seeds]
+        rows = [row for one in seeds for row in one]
+        ends = [fmean(row["reward"] for row in one[-FEW:]) for one in seeds]
+        held_out = [[row["eval_reward"] for row in one if "eval_reward" in row] for one in seeds]
         cells = [
-            f"{fmean(rows[0]['reward'] for rows in seeds):.3f}",
+            f"{fmean(row['reward'] for one in seeds for row in one[:FEW]):.3f}",
             " ".join(f"{end:.3f}" for end in ends),
             f"{fmean(ends):.3f}",
-            f"{fmean(rows[-1]['eval_reward'] for rows in seeds):.3f}",
-            f"{fmean(row.get('mismatch_k3', 0.0) for rows in seeds for row in rows):.1e}",
-            f"{max(row.get('mismatch_ratio_max', 1.0) for rows in seeds for row in rows):.2f}",
+            f"{fmean(one[0] for one in held_out):.3f} to {fmean(one[-1] for one in held_out):.3f}",
+            f"{fmean(row.get('mismatch_k3', 0.0) for row in rows):.1e}",
+            f"{max(row.get('mismatch_ratio_max', 1.0) for row in rows):.2f}",
+            f"{fmean(row.get('mismatch_experts', 0.0) for row in rows):.1%}",
         ]
-        print(f"| `{name}` | " + " | ".join(cells) + " |")
-    plot_runs(runs, chosen.out, title=f"{chosen.model}, {chosen.steps} steps")
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -40,6 +41,9 @@ from nybble.rl.sampler import SamplingParams
 from nybble.rl.tasks import find_task
 from nybble.rl.update import Updater
 from nybble.rl.vllm import VLLMEngine
+
+SHOWN = 5
+"""Steps at either end whose mean reward the last line shows: prompts differ from step to step."""
 
 
 def reinforce(config: RLConfig, *, resume: bool = False, overwrite: bool = False) -> int:
@@ -249,8 +253,12 @@ def _conclude(run: Run, rows: Sequence[dict[str, Any]], stop: StopRequest) -> in
     if session.step < config.schedule.steps:
         print(f"stopped: step {session.step} is saved; go on with --resume")
         return 128 + stop.signum
-    shown = f"reward {rows[0]['reward']:.3f} at the first step, {rows[-1]['reward']:.3f} at the last"
+    few = min(SHOWN, len(rows))
+    first, last = (fmean(row["reward"] for row in part) for part in (rows[:few], rows[-few:]))
+    shown = f"mean reward {first:.3f} in the first {few} steps, {last:.3f} in the last"
     if "eval_reward" in rows[-1]:
-        shown += f"; held out {rows[-1]['eval_reward']:.3f}"
+        shown += (
+            f"; held out, greedy {rows[0]['eval_reward']:.3f} before, {rows[-1]['eval_reward']:.3f} after"
+        )
     print(f"done    {shown}; {metrics.duration(session.elapsed_s)}; {plots}")
     return 0
