@@ -1,7 +1,6 @@
 """The Hadamard transform of a CUDA tensor, brought to its kernel."""
 
 import math
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -13,12 +12,6 @@ from nybble.kernels.cuda.jit import cdiv
 
 TILE = 2048
 """Elements of a program: a run and as many neighbours as that leaves."""
-
-
-@cache
-def fixed_signs(size: int, device: torch.device) -> Tensor:
-    """Copied to a device once: a CUDA graph cannot capture a copy from the host."""
-    return spec.signs(size, device, None, 0, 0)
 
 
 def transform(
@@ -54,7 +47,7 @@ def transform(
     runs = padded // size
     kernel.transform_runs[(runs * leads, cdiv(across, n))](
         x.view(torch.int16) if bf16 else x,
-        fixed_signs(size, x.device) if key is None else spec.signs(size, x.device, key, layer, operand),
+        spec.signs(size, x.device, key, layer, operand),
         source,
         y,
         runs,
