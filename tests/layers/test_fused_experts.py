@@ -4,8 +4,8 @@ import pytest
 import torch
 from test_experts_layer import INKLING, E, experts, inputs, step
 
+from nybble.layers import expert_pass, fused_experts
 from nybble.layers import experts as experts_module
-from nybble.layers import fused_experts
 from nybble.recipes import load_recipe
 
 BF16 = torch.bfloat16
@@ -33,7 +33,8 @@ def as_on_a_gpu(monkeypatch):
             calls.append(1)
             return fused_experts.FusedExperts.forward(ctx, *args)
 
-    monkeypatch.setattr(fused_experts, "compute_dtype", compute)
+    for module in (fused_experts, expert_pass):
+        monkeypatch.setattr(module, "compute_dtype", compute)
     monkeypatch.setattr(experts_module, "fits", lambda *_: True)
     monkeypatch.setattr(experts_module, "FusedExperts", Counted)
     yield

@@ -6,10 +6,11 @@ import triton
 import triton.language as tl
 
 from nybble.kernels.cuda import scales as rule
-from nybble.kernels.cuda.columns import column_words, over_lanes, to_lanes
+from nybble.kernels.cuda.columns import over_lanes, to_lanes
 from nybble.kernels.cuda.draws import draw_words, load_key
 from nybble.kernels.cuda.elements import e4m3_values
-from nybble.kernels.cuda.finish import e4m3_words
+from nybble.kernels.cuda.finish_columns import column_words
+from nybble.kernels.cuda.finish_rows import e4m3_words
 from nybble.kernels.cuda.jit import Launched
 from nybble.kernels.cuda.registers import load_raw, magnitude, magnitude_bits, store_values, times
 from nybble.kernels.cuda.sources import tile_maxima

@@ -12,28 +12,11 @@ import triton.language as tl
 
 from nybble.kernels.cuda import scales as rule
 from nybble.kernels.cuda.draws import draw_words, load_key
-from nybble.kernels.cuda.elements import (
-    bits,
-    e2m1_index,
-    e2m1_magnitude,
-    e2m1_rounded,
-    e4m3_rounded,
-    e4m3_values,
-    e4m3_word_nearest,
-    e4m3_word_stochastic,
-    value,
-    with_sign,
-)
+from nybble.kernels.cuda.elements import value
+from nybble.kernels.cuda.finish_columns import finish_e2m1, finish_e4m3
 from nybble.kernels.cuda.jit import Launched
-from nybble.kernels.cuda.registers import join8, store_values
-from nybble.kernels.cuda.sources import (
-    NVFP4,
-    column_signs,
-    load_source,
-    source_floats,
-    source_magnitudes,
-    tile_maxima,
-)
+from nybble.kernels.cuda.registers import join8
+from nybble.kernels.cuda.sources import NVFP4, load_source, tile_maxima
 
 
 @triton.jit
@@ -215,7 +198,7 @@ def quantize_columns(
             draws = draws + ((0, 0, 0, 0),)
 
     if E2M1:
-        _finish_e2m1(
+        finish_e2m1(
             raws,
             sfs,
             sdecs,
@@ -242,7 +225,7 @@ def quantize_columns(
             ASM,
         )
     else:
-        _finish_e4m3(
+        finish_e4m3(
             raws,
             sfs,
             sdecs,
@@ -269,166 +252,3 @@ def quantize_columns(
             W,
             ASM,
         )
-
-
-@triton.jit
-def _finish_e4m3(
-    raws,
-    sfs,
-    sdecs,
-    draws,
-    muls,
-    bads,
-    scales,
-    row,
-    first,
-    count,
-    column,
-    inside,
-    lead,
-    columns,
-    blocks,
-    codes_ptr,
-    values_ptr,
-    SCALE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
-    VALUES: tl.constexpr,
-    SOURCE: tl.constexpr,
-    OUT_BF16: tl.constexpr,
-    W: tl.constexpr,
-    ASM: tl.constexpr,
-):
-    """Round to E4M3 and store."""
-    LANES: tl.constexpr = BLOCK // 8
-    K: tl.constexpr = 32 // LANES
-    halves = ()
-    for h in tl.static_range(2):
-        words = column_words(raws, sfs, sdecs, draws, muls, h, SCALE, STOCHASTIC, SOURCE, ASM)
-        if VALUES:
-            quads = ()
-            for j in tl.static_range(8):
-                quads = quads + (e4m3_values(words[j], ASM),)
-            for i in tl.static_range(4):
-                v = ()
-                for j in tl.static_range(8):
-                    v = v + (quads[j][i] * scales[j],)
-                mask = inside & (first + (4 * h + i) < count)
-                store_values(values_ptr, (row + (4 * h + i)) * columns + column, v, mask, OUT_BF16, ASM)
-        else:
-            nan = first * 0
-            for i in tl.static_range(4):  # padding of a group has code 0 in any block
-                nan = nan | tl.where(first + (4 * h + i) < count, 0x7F << (8 * i), 0)
-            for j in tl.static_range(8):
-                halves = halves + (tl.where(bads[j], nan, words[j]).to(tl.uint32),)
-    if not VALUES:
-        pairs = ()
-        for j in tl.static_range(8):
-            pairs = pairs + (tl.join(halves[j], halves[8 + j]),)
-        t = tl.reshape(join8(pairs), (W, LANES, K, 2, 8))
-        t = tl.reshape(tl.permute(t, (2, 4, 0, 1, 3)), (K * 8, W * LANES * 2))
-        store_transposed(codes_ptr, t, lead, columns, blocks * (BLOCK // 4), K * 8, W * LANES * 2)
-
-
-@triton.jit
-def column_words(
-    raws,
-    sfs,
-    sdecs,
-    draws,
-    muls,
-    h: tl.constexpr,
-    SCALE: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
-    SOURCE: tl.constexpr,
-    ASM: tl.constexpr,
-):
-    """Eight words, one a feature, of the E4M3 bytes of tokens 4h .. 4h + 3."""
-    out = ()
-    if STOCHASTIC:
-        CLAMP: tl.constexpr = SCALE != rule.E8M0_UP
-        s = ()
-        for i in tl.static_range(4):
-            a = source_magnitudes(raws[4 * h + i], sfs[4 * h + i], sdecs[4 * h + i], SOURCE)
-            mine = ()
-            for j in tl.static_range(8):
-                mine = mine + (e4m3_rounded(a[j] * muls[j], draws[4 * h + i], j, ASM, CLAMP),)
-            s = s + (mine,)
-        signs = column_signs(raws, 4 * h, SOURCE, ASM)
-        for j in tl.static_range(8):
-            out = out + (e4m3_word_stochastic(s[0][j], s[1][j], s[2][j], s[3][j], signs[j], ASM),)
-    else:
-        x = ()
-        for i in tl.static_range(4):
-            x = x + (source_floats(raws[4 * h + i], sfs[4 * h + i], sdecs[4 * h + i], SOURCE),)
-        for j in tl.static_range(8):
-            m = muls[j]
-            out = out + (e4m3_word_nearest(x[0][j] * m, x[1][j] * m, x[2][j] * m, x[3][j] * m, ASM),)
-    return out
-
-
-@triton.jit
-def _finish_e2m1(
-    raws,
-    sfs,
-    sdecs,
-    draws,
-    muls,
-    bads,
-    scales,
-    row,
-    first,
-    count,
-    column,
-    inside,
-    lead,
-    columns,
-    blocks,
-    codes_ptr,
-    values_ptr,
-    BLOCK: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
-    VALUES: tl.constexpr,
-    SOURCE: tl.constexpr,
-    OUT_BF16: tl.constexpr,
-    W: tl.constexpr,
-    ASM: tl.constexpr,
-):
-    """Round to E2M1 and store."""
-    LANES: tl.constexpr = BLOCK // 8
-    K: tl.constexpr = 32 // LANES
-    words = ()
-    for i in tl.static_range(8):
-        x = source_floats(raws[i], sfs[i], sdecs[i], SOURCE)
-        v = ()
-        grown = ()
-        for j in tl.static_range(8):
-            a = tl.abs(x[j]) * muls[j]
-            t = e2m1_rounded(a, draws[i], j, STOCHASTIC, ASM)
-            if VALUES:
-                v = v + (with_sign(e2m1_magnitude(t, STOCHASTIC) * scales[j], x[j]),)
-            else:
-                nibble = ((e2m1_index(t, STOCHASTIC) & 7) | (bits(x[j]) >> 28 & 8)) << (4 * i)
-                grown = grown + (nibble if i == 0 else words[j] | nibble,)
-        if VALUES:
-            store_values(
-                values_ptr, (row + i) * columns + column, v, inside & (first + i < count), OUT_BF16, ASM
-            )
-        else:
-            words = grown
-    if not VALUES:
-        out = ()
-        for j in tl.static_range(8):
-            out = out + (tl.where(bads[j], 0, words[j]).to(tl.uint32),)
-        t = tl.reshape(join8(out), (W, LANES, K, 8))
-        t = tl.reshape(tl.permute(t, (2, 3, 0, 1)), (K * 8, W * LANES))
-        store_transposed(codes_ptr, t, lead, columns, blocks * (BLOCK // 8), K * 8, W * LANES)
-
-
-@triton.jit
-def store_transposed(codes_ptr, words, lead, columns, per_row, COLUMNS: tl.constexpr, WORDS: tl.constexpr):
-    """uint32 [COLUMNS, WORDS] of a tile to int32 [lead, C, per_row]."""
-    c = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[:, None]
-    w = tl.program_id(1) * WORDS + tl.arange(0, WORDS)[None, :]
-    at = (lead * columns + c) * per_row + w
-    tl.store(codes_ptr + at, words.to(tl.int32, bitcast=True), mask=(c < columns) & (w < per_row))

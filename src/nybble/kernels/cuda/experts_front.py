@@ -6,13 +6,11 @@ and runs in plain torch on the GPU.
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from nybble.formats import table
 from nybble.kernels import expert_rows as plain
 from nybble.kernels.cuda import launch_experts as launch
-from nybble.kernels.cuda.jit import whole_key
 from nybble.kernels.cuda.launch_columns import too_many
 from nybble.kernels.cuda.launch_rows import Draw, Gated, pow2
 
@@ -65,7 +63,7 @@ def swiglu_quantize(
             gate_up, factor, ends, gate_cap, up_cap, format, rounding, key, layer, operand, rows
         )
     gated = Gated(gate_cap=gate_cap, up_cap=up_cap, factor=factor)
-    draw = _draw(rounding, key, layer, operand, rows)
+    draw = Draw.of(rounding, key, layer, operand, rows)
     return launch.quantize_tokens(gate_up, format, draw, gated, ends, None)
 
 
@@ -90,7 +88,7 @@ def quantize_to_rows(
     """See the specification."""
     if not (launch.bf16_rows(x) and _takes(format, x.shape[1])):
         return plain.quantize_to_rows(x, format, rounding, key, layer, operand, rows, place)
-    return launch.quantize_tokens(x, format, _draw(rounding, key, layer, operand, rows), None, None, place)
+    return launch.quantize_tokens(x, format, Draw.of(rounding, key, layer, operand, rows), None, None, place)
 
 
 def decode_to_rows(codes: Tensor, scales: Tensor, amax: Tensor, format: str, index: Tensor) -> Tensor:
@@ -126,7 +124,7 @@ def requantize_rows(
         return plain.requantize_rows(
             codes, scales, amax, format, index, to_format, rounding, key, layer, operand, rows, offs
         )
-    draw = _draw(rounding, key, layer, operand, rows)
+    draw = Draw.of(rounding, key, layer, operand, rows)
     return launch.requantize_rows(codes, scales, amax, format, index, to_format, draw, offs)
 
 
@@ -154,7 +152,7 @@ def fp8_columns(
     """See the specification."""
     if not x.numel() or not offs.numel() or too_many(1, x.shape[0], BLOCK_TOKENS, offs.shape[0]):
         return plain.fp8_columns(x, rounding, key, layer, operand, rows, offs)
-    return launch.fp8_columns(x, _draw(rounding, key, layer, operand, rows), offs)
+    return launch.fp8_columns(x, Draw.of(rounding, key, layer, operand, rows), offs)
 
 
 def fp8_columns_of_codes(
@@ -178,7 +176,7 @@ def fp8_columns_of_codes(
         return plain.fp8_columns_of_codes(
             codes, scales, amax, format, index, rounding, key, layer, operand, rows, offs
         )
-    draw = _draw(rounding, key, layer, operand, rows)
+    draw = Draw.of(rounding, key, layer, operand, rows)
     return launch.fp8_columns_of_codes(codes, scales, amax, format, index, draw, offs)
 
 
@@ -192,10 +190,3 @@ def _takes(format: str, width: int) -> bool:
         and width % 16 == 0
         and pow2(width) <= launch.ROW_LIMIT
     )
-
-
-def _draw(rounding: str, key: Tensor | None, layer: int, operand: int, rows: Tensor | None) -> Draw:
-    if rounding == "nearest" or key is None:
-        return Draw()
-    rows = None if rows is None else rows.to(torch.int64).contiguous()
-    return Draw(key=whole_key(key), layer=layer, operand=operand, rows=rows)

@@ -109,19 +109,11 @@ def launch(
     checks.check_quantize(x, format, -2, rounding, "tensor", key, layer, operand_columns, rows, offs)
     if reason(x, format, dtype, offs) is not None:
         return twice(x, format, dtype, rounding, key, layer, operand_rows, operand_columns, rows, offs)
-    return launch_rows_and_columns(
-        x.detach(), fmt, dtype, _draw(rounding, key, layer, operand_rows, rows), operand_columns, offs
-    )
-
-
-def _draw(rounding: str, key: Tensor | None, layer: int, operand: int, rows: Tensor | None) -> "Draw":
-    from nybble.kernels.cuda.jit import whole_key
     from nybble.kernels.cuda.launch_rows import Draw
 
-    if rounding == "nearest" or key is None:
-        return Draw()
-    rows = None if rows is None else rows.to(torch.int64).contiguous()
-    return Draw(key=whole_key(key), layer=layer, operand=operand, rows=rows)
+    return launch_rows_and_columns(
+        x.detach(), fmt, dtype, Draw.of(rounding, key, layer, operand_rows, rows), operand_columns, offs
+    )
 
 
 def launch_rows_and_columns(

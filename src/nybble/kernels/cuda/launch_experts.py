@@ -9,6 +9,7 @@ from nybble.kernels.cuda import gather as gather_kernel
 from nybble.kernels.cuda import launch_both, launch_columns, launch_rows
 from nybble.kernels.cuda.decode import decode_rows
 from nybble.kernels.cuda.jit import cdiv, use_asm
+from nybble.kernels.cuda.jobs import row_decode_scales
 from nybble.kernels.cuda.launch_rows import Draw, Gated, Rows, pow2
 
 ROW_LIMIT = 1 << 16
@@ -299,8 +300,6 @@ def _codes_source(
     codes: Tensor, scales: Tensor, amax: Tensor, format: str, index: Tensor | None
 ) -> launch_columns.Source:
     """NVFP4 codes of rows, whose outer scale is one a row."""
-    from nybble.kernels.cuda.front import row_decode_scales
-
     width = codes.shape[1] * 2
     return launch_columns.Source(
         shape=(1, codes.shape[0] if index is None else index.shape[0], width),

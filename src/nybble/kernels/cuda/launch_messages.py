@@ -9,7 +9,7 @@ from nybble.kernels.cuda import launch_rows as by_rows
 from nybble.kernels.cuda import messages as kernel
 from nybble.kernels.cuda import reasons
 from nybble.kernels.cuda import rows as row_kernel
-from nybble.kernels.cuda.jit import cdiv, use_asm, whole_key
+from nybble.kernels.cuda.jit import cdiv, use_asm
 
 TILE = 512
 """Words of eight elements that a program unpacks at most: 32 elements a thread."""
@@ -49,11 +49,7 @@ def pack(
     """See `kernels.messages.pack`."""
     outer = "row" if fmt.two_level else "tensor"
     checks.check_quantize(x, fmt.name, -1, rounding, outer, key, layer, operand, rows, None)
-    stochastic = rounding == "stochastic" and key is not None
-    draw = by_rows.Draw()
-    if stochastic and key is not None:
-        rows = None if rows is None else rows.to(torch.int64).contiguous()
-        draw = by_rows.Draw(key=whole_key(key), layer=layer, operand=operand, rows=rows)
+    draw = by_rows.Draw.of(rounding, key, layer, operand, rows)
     count, columns = x.shape
     codes, scales, total = _layout(fmt, columns)
     message = torch.empty(count, total, dtype=torch.uint8, device=x.device)

@@ -10,7 +10,7 @@ from nybble.formats.table import Format
 from nybble.kernels.cuda import amax as amax_kernel
 from nybble.kernels.cuda import groups as group_kernel
 from nybble.kernels.cuda import rows as row_kernel
-from nybble.kernels.cuda.jit import cdiv, use_asm
+from nybble.kernels.cuda.jit import cdiv, use_asm, whole_key
 
 ENOUGH_PROGRAMS = 2048  # to fill any GPU several times over
 GRID_LIMIT = 65535  # of the second axis of a CUDA grid
@@ -25,6 +25,14 @@ class Draw:
     layer: int = 0
     operand: int = 0
     rows: Tensor | None = None
+
+    @classmethod
+    def of(cls, rounding: str, key: Tensor | None, layer: int, operand: int, rows: Tensor | None) -> "Draw":
+        """That of an op's arguments; none where it rounds to nearest."""
+        if rounding == "nearest" or key is None:
+            return cls()
+        rows = None if rows is None else rows.to(torch.int64).contiguous()
+        return cls(key=whole_key(key), layer=layer, operand=operand, rows=rows)
 
     @property
     def stochastic(self) -> bool:

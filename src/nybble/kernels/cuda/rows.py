@@ -12,7 +12,7 @@ import triton.language as tl
 from nybble.kernels.cuda import scales as rule
 from nybble.kernels.cuda.draws import load_key
 from nybble.kernels.cuda.elements import value
-from nybble.kernels.cuda.finish import finish_units
+from nybble.kernels.cuda.finish_rows import finish_units
 from nybble.kernels.cuda.gates import load_gated
 from nybble.kernels.cuda.jit import Launched
 from nybble.kernels.cuda.registers import (

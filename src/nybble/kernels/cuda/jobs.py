@@ -1,0 +1,206 @@
+"""Checked calls of the quantisers on CUDA tensors, by layout: rows, columns, square blocks; and where a row's
+outer scale is found."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nybble.formats import blocks
+from nybble.formats.table import Format
+from nybble.kernels.cuda import decode as decode_kernel
+from nybble.kernels.cuda import launch_columns as by_columns
+from nybble.kernels.cuda import launch_rows as by_rows
+from nybble.kernels.cuda import launch_squares as by_squares
+from nybble.kernels.cuda.jit import cdiv
+from nybble.kernels.cuda.launch_rows import Draw
+
+OUTER_NONE, OUTER_ROW, OUTER_GIVEN = 0, 1, 2
+PER_FEATURE, PER_LEAD, PER_GROUP, ONE = 1, 2, 3, 4
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Job:
+    """A checked call: what to quantise into what."""
+
+    fmt: Format
+    shape: tuple[int, ...]
+    axis: int
+    outer: str
+    draw: Draw
+    offs: Tensor | None
+    dtype: torch.dtype | None = None
+    """Of the values; None for codes."""
+
+    @property
+    def matrices(self) -> tuple[int, int, int]:
+        """(lead, R, C)."""
+        if len(self.shape) == 1:
+            return 1, 1, self.shape[0]
+        return math.prod(self.shape[:-2]), self.shape[-2], self.shape[-1]
+
+    @property
+    def amax_shape(self) -> list[int]:
+        """Of the outer amax."""
+        groups = None if self.offs is None else self.offs.shape[0]
+        return blocks.amax_shape(self.fmt, self.shape, self.axis, self.outer, groups)
+
+
+def run(job: Job, x: Tensor) -> tuple[Tensor, ...]:
+    """(codes, scales, amax), or (values, amax)."""
+    if job.fmt.square:
+        return _square(job, x)
+    return _columns(job, x) if job.axis == -2 else _rows(job, x)
+
+
+def _rows(job: Job, x: Tensor) -> tuple[Tensor, ...]:
+    fmt, unit, (lead, height, width) = job.fmt, by_rows.unit_of(job.fmt), job.matrices
+    whole = fmt.block_cols is None or (fmt.two_level and job.outer == "row")
+    flat_block = width % (fmt.block_cols or 1) == 0
+    count = lead if fmt.two_level and job.outer == "matrix" else 1
+    joined = None
+    if not whole and flat_block and job.draw.rows is None and job.offs is None:
+        joined = by_rows.long_rows(x, count, unit)
+    group = None
+    if joined is not None:
+        rows = by_rows.as_rows(joined, unit)
+    else:
+        rows = by_rows.as_rows(by_rows.as_matrix(x), unit)
+        if fmt.two_level and job.outer != "row":
+            group = _row_group(job, x.device)
+    amax = torch.empty(job.amax_shape, dtype=torch.float32, device=x.device)
+    mode = OUTER_NONE
+    if fmt.two_level:
+        mode = OUTER_ROW if job.outer == "row" else OUTER_GIVEN
+        if mode == OUTER_GIVEN:
+            amax = by_rows.measure(rows, job.amax_shape, group, job.offs)
+    height, padded = rows.x.shape
+    if job.dtype is not None:
+        values = torch.empty(height, padded, dtype=job.dtype, device=x.device)
+        by_rows.quantize_rows(rows, fmt, mode, amax, group, job.offs, job.draw, values=values)
+        return values[:, : rows.columns].contiguous().view(job.shape), amax
+    packed = 2 if fmt.packed else 1
+    codes = torch.empty(height, padded // packed, dtype=torch.uint8, device=x.device)
+    per_row = 1 if fmt.block_cols is None else cdiv(padded, fmt.block_cols)
+    scales = torch.empty(height, per_row, dtype=blocks.scale_dtype(fmt), device=x.device)
+    by_rows.quantize_rows(rows, fmt, mode, amax, group, job.offs, job.draw, codes=codes, scales=scales)
+    stored = blocks.stored_shape(fmt, job.shape, -1, None)
+    codes = codes[:, : cdiv(rows.columns, packed)].contiguous().view(blocks.code_shape(fmt, stored))
+    return codes, scales.view(blocks.scale_shape(fmt, stored)), amax
+
+
+def _row_group(job: Job, device: torch.device) -> Tensor:
+    """int32: which outer amax each row has."""
+    lead, height, _ = job.matrices
+    if job.outer == "matrix" and job.offs is not None:
+        return by_rows.row_groups(job.offs, height)
+    if job.outer == "matrix" and lead > 1:
+        return torch.arange(lead * height, dtype=torch.int32, device=device) // height
+    return torch.zeros(lead * height, dtype=torch.int32, device=device)
+
+
+def _columns(job: Job, x: Tensor) -> tuple[Tensor, ...]:
+    fmt, (lead, height, width) = job.fmt, job.matrices
+    source = by_columns.as_source(x.reshape(lead, height, width))
+    amax = torch.empty(job.amax_shape, dtype=torch.float32, device=x.device)
+    mode = OUTER_NONE
+    if fmt.two_level:
+        mode = {"tensor": ONE, "row": PER_FEATURE}.get(job.outer, PER_LEAD if job.offs is None else PER_GROUP)
+        amax = _column_amax(job, x)
+        if mode == PER_FEATURE and source.shape[2] != width:
+            amax_read = torch.nn.functional.pad(
+                amax.view(lead, width), (0, source.shape[2] - width)
+            ).contiguous()
+        else:
+            amax_read = amax
+    else:
+        amax_read = amax
+    parts = by_columns.quantize_columns(
+        source, fmt, width, mode, amax_read, job.offs, job.draw, dtype=job.dtype
+    )
+    if job.dtype is not None:
+        return parts[0][..., :width].contiguous().view(job.shape), amax
+    return *cut(job, *parts), amax
+
+
+def _column_amax(job: Job, x: Tensor) -> Tensor:
+    """Outer amax of values to be quantised along their tokens."""
+    if job.outer == "row":
+        inside = x.isfinite()
+        if job.offs is not None:
+            end = job.offs[-1:] if job.offs.numel() else job.offs.new_zeros(1)
+            inside = inside & (torch.arange(x.shape[0], device=x.device)[:, None] < end)
+        return torch.where(inside, x, 0).abs().amax(-2).float()
+    count = x.shape[0] if job.outer == "matrix" and x.dim() == 3 else 1
+    joined = by_rows.long_rows(x, count, 16) if job.offs is None else None
+    if joined is not None:
+        return by_rows.measure(by_rows.as_rows(joined, 16), job.amax_shape, None, None)
+    rows = by_rows.as_rows(by_rows.as_matrix(x), 16)
+    return by_rows.measure(rows, job.amax_shape, _row_group(job, x.device), job.offs)
+
+
+def cut(job: Job, codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+    """Stored codes and scales of a padded source in the shapes that the op promises."""
+    groups = None if job.offs is None else job.offs.shape[0]
+    stored = blocks.stored_shape(job.fmt, job.shape, job.axis, groups)
+    shape = blocks.code_shape(job.fmt, stored)
+    width = job.shape[-1]
+    codes = codes[:, :width, : shape[-1]].contiguous().view(shape)
+    return codes, scales[:, :width].contiguous().view(blocks.scale_shape(job.fmt, stored))
+
+
+def coded_source(
+    codes: Tensor, scales: Tensor, amax: Tensor, fmt: Format, outer: str, job: Job
+) -> by_columns.Source:
+    """NVFP4 codes along -1 as the column kernels read them."""
+    return by_columns.Source(
+        shape=job.matrices,
+        codes=codes.contiguous(),
+        scales=scales.contiguous(),
+        s_dec=row_decode_scales(fmt, amax, outer, job.shape, job.offs),
+        scale_rows=fmt.block_rows,
+    )
+
+
+def _square(job: Job, x: Tensor) -> tuple[Tensor, ...]:
+    fmt, (lead, height, width) = job.fmt, job.matrices
+    amax = torch.empty(job.amax_shape, dtype=torch.float32, device=x.device)
+    if fmt.two_level:
+        amax = _column_amax(job, x)
+    return *by_squares.quantize_squares(
+        x.reshape(lead, height, width), fmt, amax, job.draw, job.shape, job.dtype
+    ), amax
+
+
+def row_decode_scales(
+    fmt: Format, amax: Tensor, outer: str, shape: tuple[int, ...], offs: Tensor | None
+) -> Tensor:
+    """S_dec as the kernels read it: one, or one for each row of a stored `shape` [..., R, L]."""
+    count = math.prod(shape[:-1])
+    group = _groups(outer, shape, offs, amax.device)
+    rows = count if outer == "row" or group is not None else 1
+    out = torch.empty(rows, dtype=torch.float32, device=amax.device)
+    if rows and fmt.outer_max is not None:
+        decode_kernel.row_decode_scales[(cdiv(rows, 256),)](
+            amax.contiguous().view(-1),
+            group,
+            out,
+            rows,
+            OUTER_MAX=fmt.outer_max,
+            HAS_GROUP=group is not None,
+            N=256,
+        )
+    return out
+
+
+def _groups(outer: str, shape: tuple[int, ...], offs: Tensor | None, device: torch.device) -> Tensor | None:
+    """int32: which amax each row of `shape` has, where they differ and it is not one a row."""
+    count = math.prod(shape[:-1])
+    if outer != "matrix":
+        return None
+    if offs is not None:
+        return by_rows.row_groups(offs, count)
+    if len(shape) < 3 or shape[0] == 1:
+        return None
+    return torch.arange(count, dtype=torch.int32, device=device) // shape[-2]
