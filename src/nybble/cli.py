@@ -59,10 +59,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         if debug or not _is_users(error):
             raise
+        from nybble.errors import StoppedError
         from nybble.together import OtherRankError
 
         if isinstance(error, OtherRankError):
             return 1  # the other rank has said why
+        if isinstance(error, StoppedError):
+            print(_sentence(error), file=sys.stderr)
+            return error.status
         return _fail(_sentence(error))
 
 

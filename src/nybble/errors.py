@@ -1,5 +1,7 @@
 """The one exception family that users see: a sentence that names the thing and the fix."""
 
+from __future__ import annotations
+
 
 class NybbleError(ValueError):
     """A problem that the user can mend; the command line prints its message alone and exits with status 1."""
@@ -23,6 +25,17 @@ class NonFiniteError(NybbleError):
 
 class ConfigError(NybbleError):
     """A setting that is unknown or out of range; the message names the field and the fix."""
+
+
+class StoppedError(NybbleError):
+    """A signal ended the work before its end; the command line exits with `status`, 128 + signal."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+
+    def __reduce__(self) -> tuple[type[StoppedError], tuple[str, int]]:
+        return StoppedError, (str(self), self.status)
 
 
 class EngineError(NybbleError):

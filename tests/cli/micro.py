@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-if __name__ == "__main__":
+if __name__ in ("__main__", "__mp_main__"):
     # transformers imports torchao where it is installed, and torchao complains of binaries that do not fit.
     sys.modules["torchao"] = None  # type: ignore[assignment]
 
@@ -66,6 +66,9 @@ def make_data(folder: Path) -> Path:
         )
     )
 
+
+if __name__ == "__mp_main__":  # in a worker of a comparison
+    add_preset()
 
 if __name__ == "__main__":
     import torch

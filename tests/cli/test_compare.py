@@ -4,9 +4,12 @@ import csv
 import json
 import math
 import shutil
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
-from threading import Event
 from typing import Any
 
 import pytest
@@ -179,16 +182,87 @@ def test_a_diverged_run_is_reported_and_a_missing_seed_widens_the_interval(
     assert reason in capsys.readouterr().out
 
 
-def test_a_worker_that_was_told_to_stop_begins_no_other_run(
+def test_a_run_that_fails_is_named_and_the_others_are_made(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A pool hands its workers one run ahead, which would otherwise follow the stopped one."""
-    stopped = Event()
-    stopped.set()
-    monkeypatch.setattr(compare_runs, "_stopped", stopped)
-    assert main(words(data, tmp_path / "out")) == 1
-    assert "was not begun; the same line makes it" in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
+    from nybble.pretrain import start
+
+    original = start.pretrain
+
+    def pretrain(config: Any, **how: Any) -> int:
+        if (config.recipe, config.seed) == ("mxfp8", 0):
+            raise RuntimeError("CUDA error: out of memory\nand more lines")
+        return original(config, **how)
+
+    monkeypatch.setattr(start, "pretrain", pretrain)
+    flags = ["--questions", "0", "--lengths", "", "--steps", "2"]
+    assert main(words(data, tmp_path / "out", *flags)) == 1
+    out, error = capsys.readouterr()
+    assert "micro mxfp8 seed 0: failed: RuntimeError: CUDA error: out of memory (all of it in " in out
+    assert "1 of 4 runs are missing" in out
+    assert "1 of 4 runs failed (micro mxfp8 seed 0); the same line tries them again" in error
+    assert "and more lines" in (tmp_path / "out" / "micro" / "mxfp8" / "seed-0" / "log.txt").read_text()
+    monkeypatch.setattr(start, "pretrain", original)
+    assert main(words(data, tmp_path / "out", *flags)) == 0
+    assert "1 of 4 runs to make" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("jobs", "number"), [(1, signal.SIGINT), (2, signal.SIGTERM)])
+def test_a_signal_ends_a_comparison_with_its_status_and_the_same_line_goes_on(
+    data: Path, tmp_path: Path, jobs: int, number: signal.Signals
+) -> None:
+    """The signal reaches the comparison's own process alone, which passes it on to its workers."""
+    script, out = Path(__file__).with_name("micro.py"), tmp_path / "out"
+    line = words(data, out, "--steps", "100000", "--questions", "0", "--jobs", str(jobs))
+    process = subprocess.Popen(
+        [sys.executable, str(script), *line], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    first = out / "micro" / "bf16" / "seed-0-of-0.5" / "metrics.jsonl"
+    deadline = time.monotonic() + 200
+    while not (first.exists() and first.stat().st_size):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    process.send_signal(number)
+    _, error = process.communicate(timeout=200)
+    assert process.returncode == 128 + number
+    assert error.endswith("stopped: 6 of 6 runs are left; the same line makes them\n")
+    assert list(first.parent.glob("checkpoints/step_*"))  # so that it goes on from there
+
+
+def test_summaries_are_enough_to_go_on_elsewhere_and_to_report_without_the_data(
+    data: Path, compared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = (compared / "runs.jsonl").read_text().splitlines(keepends=True)
+    some = tmp_path / "some.jsonl"
+    some.write_text("".join(line for line in lines if json.loads(line)["seed"] == 0))
+    out = tmp_path / "elsewhere"
+    assert main(words(data, out, "--known", str(some))) == 0
+    said = capsys.readouterr().out
+    assert "3 of 6 runs to make" in said
+    assert not (out / "micro" / "bf16" / "seed-0").exists()
+    assert (out / "micro" / "bf16" / "seed-1").exists()
+    assert (out / "table.csv").read_text() == (compared / "table.csv").read_text()
+
+    alone = tmp_path / "alone"
+    known = ["--known", str(out / "runs.jsonl"), "--report-only"]
+    assert main(words(tmp_path / "no-data", alone, *known)) == 0
+    assert (alone / "table.csv").read_text() == (compared / "table.csv").read_text()
+    capsys.readouterr()
+    assert main(words(data, alone, *known, "--batch", "3")) == 1
+    assert "micro bf16 seed 0, 0.5 of the length was made with other settings" in capsys.readouterr().err
+    some.write_text("{}\n")
+    assert main(words(data, alone, "--known", str(some))) == 1
+    assert "some.jsonl, line 1 is no summary of a run" in capsys.readouterr().err
+
+
+def test_without_checkpoints_a_run_leaves_its_figures_alone(
+    data: Path, compared: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    assert main(words(data, out, "--no-save")) == 0
+    assert not list(out.rglob("step_*"))
+    assert (out / "table.csv").read_text() == (compared / "table.csv").read_text()
 
 
 @pytest.mark.parametrize(

@@ -40,14 +40,19 @@ def test_regions_are_plain_functions_until_they_are_enabled(monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("recipe", ["bf16", "inkling", "hopper"])
+@pytest.mark.parametrize("recipe", ["bf16", "inkling", "hopper", "nvidia", "later"])
 def test_captured_steps_have_the_losses_and_gradients_of_eager_ones(recipe):
-    """Two optimiser steps of two micro-batches: draws and weights move on, gradients do not pile up."""
+    """Two optimiser steps of two micro-batches, with a validation after each: draws and weights move on,
+    gradients do not pile up, and a recipe that changes at the second step does so.
+    """
+    if recipe == "later":
+        rules = [{"modules": "**", "all": "mxfp4"}, {"modules": "**", "all": "bf16", "after": 1}]
+        recipe = {"blocks": {"tails": "allow"}, "rule": rules}
 
     def made():
         torch.manual_seed(0)
         model = Inkling2ForCausalLM(presets.get("tiny").model_config()).cuda().train()
-        convert(model, recipe)
+        convert(model, recipe, steps=2)
         return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
 
     gen = torch.Generator().manual_seed(1)
@@ -74,3 +79,13 @@ def test_captured_steps_have_the_losses_and_gradients_of_eager_ones(recipe):
         for o in (optimiser, other):
             o.step()
             o.zero_grad(set_to_none=True)
+        held_out = {"ids": batches[0]["ids"].flip(0)}
+        for net in (plain, model):
+            net.eval()
+            set_step(net, step, 1)
+        with torch.no_grad():
+            torch.testing.assert_close(
+                captured.evaluate(held_out, step, 1), loss(plain, held_out), rtol=1e-4, atol=0
+            )
+        for net in (plain, model):
+            net.train()

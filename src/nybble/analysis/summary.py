@@ -1,9 +1,14 @@
-"""What a comparison knows of one run: read from its folder once, kept as one line of JSON."""
+"""What a comparison knows of one run: read from its folder once, kept as one line of JSON.
+
+The line is enough for reports, and for a comparison elsewhere to count the run as done.
+"""
 
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from nybble.errors import ConfigError
 
 CHOICES = "choices.json"
 DIVERGED = "diverged.json"
@@ -34,21 +39,64 @@ class RunSummary:
     """Median over the steps."""
     diverged: str = ""
     """Step and place where a NaN or an infinity came up first."""
+    settings: str = ""
+    """Digest of all that runs of one comparison share."""
+    recipe_hash: str = ""
+    data: str = ""
+    """Digest of the dataset."""
+    made_on: str = ""
+    """Device and versions."""
+
+    @property
+    def key(self) -> tuple[str, str, int, float]:
+        """Which run of a comparison it is."""
+        return self.preset, self.recipe, self.seed, self.share
 
     @property
     def flops(self) -> float:
         """Of the whole run."""
         return self.tokens * self.flops_per_token
 
+    def text(self) -> str:
+        """What it came to, for a line."""
+        if self.diverged:
+            return f"diverged: {self.diverged}"
+        answers = "" if self.accuracy is None else f", {100 * self.accuracy:.0f} % of the questions"
+        return f"{self.val_loss:.4f} nats a token{answers}"
+
     def to_json(self) -> str:
         """One line."""
         return json.dumps(asdict(self))
+
+
+def read_lines(path: Path) -> list[RunSummary]:
+    """The summaries in a file of `RunSummary.to_json` lines. Raises ConfigError for a line that is none."""
+    found = []
+    with open(path, encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            try:
+                fields = json.loads(line)
+                fields["curve"] = tuple((tokens, loss) for tokens, loss in fields["curve"])
+                found.append(RunSummary(**fields))
+            except (ValueError, TypeError, KeyError) as error:
+                raise ConfigError(
+                    f"{path}, line {number} is no summary of a run ({error}); name a runs.jsonl of "
+                    "nybble compare"
+                ) from None
+    return found
 
 
 def read_summary(folder: Path, rows: list[dict[str, Any]], steps: int, **known: Any) -> RunSummary | None:
     """The summary of the run in `folder` with metrics `rows`; None if it neither ended nor diverged."""
     validated = [row for row in rows if "val_loss" in row]
     speeds = sorted(row["tokens_per_s"] for row in rows[1:])
+    environment = folder / "env.json"
+    if environment.is_file():
+        facts = json.loads(environment.read_text(encoding="utf-8"))
+        revision = facts["git_revision"]
+        known["made_on"] = f"{facts['numerics']}; torch {facts['versions']['torch']}" + (
+            f"; revision {revision}" if revision else ""
+        )
     seen: dict[str, Any] = {
         "curve": tuple((row["tokens"], row["val_loss"]) for row in validated),
         "tokens_per_s": speeds[len(speeds) // 2] if speeds else None,

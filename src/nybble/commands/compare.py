@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Literal
 import tyro
 
 from nybble.commands.flags import parse_flags
-from nybble.errors import ConfigError
+from nybble.errors import ConfigError, NybbleError
 
 if TYPE_CHECKING:
     from nybble.analysis.summary import RunSummary
-    from nybble.commands.compare_runs import Task
+    from nybble.commands.compare_task import Task
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,12 +46,21 @@ class CompareConfig:
     """Multiple-choice questions on held-out text for each trained model; 0 for none."""
     batch: int = 0
     """Sequences in one forward pass; 0 is the preset's own."""
+    sequence: int = 0
+    """Tokens in one sequence; 0 is the preset's own. Sizes compared in compute should see the same tokens."""
     jobs: int = 0
-    """Runs at a time; 0 is one a core, or one on a GPU. Each has one thread on a CPU."""
+    """Runs at a time; 0 is one a core, or one on a GPU. Each has one thread on a CPU; several GPUs are taken
+    in turn."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to compute; auto takes a GPU if there is one."""
     compile: bool = False
     """Compile the models with torch.compile: pays in long runs on a GPU."""
+    graph: bool = True
+    """On a GPU: launch each pass as a CUDA graph, as `nybble pretrain --graph`."""
+    save: bool = True
+    """Save checkpoints: a run that was stopped goes on where it was, and its model can be sampled from."""
+    known: tuple[Path, ...] = ()
+    """Files runs.jsonl of the same comparison on other machines: their runs count as done."""
     dry_run: bool = False
     """Print what would run and what it would cost, and stop."""
     report_only: bool = False
@@ -60,7 +69,7 @@ class CompareConfig:
     def __post_init__(self) -> None:
         if self.seeds < 1:
             raise ConfigError(f"seeds is {self.seeds}; it must be at least 1")
-        for name in ("steps", "questions", "jobs", "batch"):
+        for name in ("steps", "questions", "jobs", "batch", "sequence"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must not be negative")
         if not self.presets or len(set(self.presets)) < len(self.presets):
@@ -97,15 +106,32 @@ def main(arguments: list[str]) -> int:
 
     tasks = plan(config)
     left = [task for task in tasks if not task.done]
-    jobs = config.jobs or (1 if on_gpu(config) else os.cpu_count() or 1)
+    jobs = config.jobs or (1 if on_gpu(config) else _cores())
     if not config.report_only:
         print("\n".join(describe(tasks, left, jobs)))
     if config.dry_run:
         return 0
+    failed: list[Task] = []
     if left and not config.report_only:
-        run_all(left, jobs)
+        done = {task.key: found for task in tasks if (found := task.summary()) is not None}
+
+        def made(task: Task, summary: RunSummary) -> None:
+            done[task.key] = summary
+            _write_lines(config.out, done.values())
+
+        failed = run_all(left, jobs, made)
     print(write_report(config, tasks))
+    if failed:
+        names = ", ".join(task.name for task in failed[:3]) + (", ..." if len(failed) > 3 else "")
+        raise NybbleError(
+            f"{len(failed)} of {len(left)} runs failed ({names}); the same line tries them again"
+        )
     return 0
+
+
+def _cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def write_report(config: CompareConfig, tasks: list[Task]) -> str:
@@ -124,9 +150,17 @@ def write_report(config: CompareConfig, tasks: list[Task]) -> str:
     config.out.mkdir(parents=True, exist_ok=True)
     (config.out / "report.md").write_text(report, encoding="utf-8")
     (config.out / "table.csv").write_text(table_csv(results), encoding="utf-8")
-    (config.out / "runs.jsonl").write_text("".join(run.to_json() + "\n" for run in runs), encoding="utf-8")
+    _write_lines(config.out, runs)
     plot_comparison(runs, results, baseline, config.out / "compare.png")
     return report
+
+
+def _write_lines(out: Path, runs: Iterable[RunSummary]) -> None:
+    """runs.jsonl, whole after each run, so that what a kill leaves can be taken to another machine."""
+    out.mkdir(parents=True, exist_ok=True)
+    aside = out / ".runs.jsonl.unfinished"
+    aside.write_text("".join(run.to_json() + "\n" for run in runs), encoding="utf-8")
+    aside.replace(out / "runs.jsonl")
 
 
 def _about(config: CompareConfig, tasks: list[Task], runs: list[RunSummary]) -> list[str]:
@@ -136,12 +170,7 @@ def _about(config: CompareConfig, tasks: list[Task], runs: list[RunSummary]) -> 
         f"{task.flops_per_token / 6e6:.1f} M weights a token"
         for preset, task in whole.items()
     ]
-    made = [task.folder / "env.json" for task in tasks if (task.folder / "env.json").is_file()]
-    if made:
-        facts = json.loads(made[0].read_text(encoding="utf-8"))
-        lines.append(
-            f"{facts['numerics']}; torch {facts['versions']['torch']}; revision {facts['git_revision']}"
-        )
+    lines += dict.fromkeys(run.made_on for run in runs if run.made_on)
     lines += [
         f"data {config.data}, {config.seeds} seeds; baseline also at {config.lengths or 'no'} of the steps",
         f"made by `{_command(config)}`",
@@ -156,8 +185,11 @@ def _command(config: CompareConfig) -> str:
     words = ["nybble compare", *config.presets]
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
-        if field.name in ("presets", "jobs", "dry_run", "report_only") or value == field.default:
+        if field.name in ("presets", "jobs", "known", "dry_run", "report_only") or value == field.default:
             continue
-        flag = f"--{field.name.replace('_', '-')}"
-        words += [flag] if value is True else [flag, str(value) or "''"]
+        flag = field.name.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            words += [f"--{flag}", str(value) or "''"]
     return " ".join(words)

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from nybble.commands.compare_runs import Task, check_folder
+from nybble.analysis.summary import RunSummary, read_lines
+from nybble.commands.compare_task import Task, check_folder, known
 from nybble.data import Dataset
 from nybble.models import presets
 from nybble.pretrain.config import PretrainConfig
@@ -27,7 +28,8 @@ def plan(config: CompareConfig) -> list[Task]:
 
     Raises ConfigError if a folder holds a run that differs from the plan in more than precision.
     """
-    dataset = Dataset.open(config.data)
+    elsewhere = {found.key: found for file in config.known for found in read_lines(file)}
+    dataset = _dataset(config, list(elsewhere.values()))
     recipes = {Path(name).stem: name for name in config.recipe_names}
     loaded = {label: load_recipe(name) for label, name in recipes.items()}
     for preset in config.presets:  # a rule that matches nothing stops here, and not after the baseline's runs
@@ -35,7 +37,11 @@ def plan(config: CompareConfig) -> list[Task]:
         for recipe in loaded.values():
             resolve(recipe, model, whole.schedule.steps)
     baseline = next(iter(recipes))
-    flops = {preset: flops_per_token(_settings(config, preset, 1), dataset) for preset in config.presets}
+    if isinstance(dataset, Dataset):
+        flops = {preset: flops_per_token(_settings(config, preset, 1), dataset) for preset in config.presets}
+        data = dataset.sha256[:12]
+    else:
+        flops, data = {found.preset: found.flops_per_token for found in elsewhere.values()}, dataset
     tasks = []
     for seed in range(config.seeds):
         for preset in config.presets:
@@ -52,12 +58,22 @@ def plan(config: CompareConfig) -> list[Task]:
                         config=settings,
                         label=label,
                         share=share,
-                        flops_per_token=flops[preset],
+                        flops_per_token=flops.get(preset, 0.0),
                         questions=config.questions if share == 1 else 0,
+                        recipe_hash=loaded[label].hash(),
+                        data=data,
                     )
-                    check_folder(task, loaded[label].hash())
-                    tasks.append(task)
+                    check_folder(task)
+                    tasks.append(known(task, elsewhere, ", ".join(map(str, config.known))))
     return tasks
+
+
+def _dataset(config: CompareConfig, elsewhere: list[RunSummary]) -> Dataset | str:
+    """The data; its digest alone for a report on runs made elsewhere, which needs no more."""
+    digests = {found.data for found in elsewhere}
+    if config.report_only and len(digests) == 1 and not (config.data / "dataset.json").is_file():
+        return digests.pop()
+    return Dataset.open(config.data)
 
 
 def _settings(config: CompareConfig, preset: str, share: float) -> PretrainConfig:
@@ -70,11 +86,18 @@ def _settings(config: CompareConfig, preset: str, share: float) -> PretrainConfi
         data=config.data,
         device=config.device,
         compile=config.compile,
+        graph=on_gpu(config) and config.graph and not config.compile,
         threads=0 if on_gpu(config) else 1,
-        batch=dataclasses.replace(base.batch, batch=config.batch or base.batch.batch),
+        batch=dataclasses.replace(
+            base.batch,
+            batch=config.batch or base.batch.batch,
+            sequence=config.sequence or base.batch.sequence,
+        ),
         schedule=dataclasses.replace(base.schedule, steps=steps, warmup=max(1, steps // 20)),
         validation=dataclasses.replace(base.validation, val_every=max(1, steps // 8)),
-        checkpoint=dataclasses.replace(base.checkpoint, save_every=max(1, steps // 2), keep=1),
+        checkpoint=dataclasses.replace(
+            base.checkpoint, save_every=max(1, steps // 2), keep=1 if config.save else 0
+        ),
         log=dataclasses.replace(base.log, log_every=max(1, steps // 10)),
     )
 

@@ -1,178 +1,224 @@
-"""The runs of a comparison: which there are, which are done, and how one is made."""
+"""How the runs of a comparison are made: one after the other, or side by side in processes of their own."""
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
-import re
 import signal
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass
-from multiprocessing import get_context, parent_process
+import traceback
+from collections.abc import Callable, Generator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from functools import partial
+from multiprocessing import active_children, get_context, parent_process
 from multiprocessing.connection import wait
-from pathlib import Path
+from queue import Empty, SimpleQueue
 from threading import Event, Thread
+from typing import TYPE_CHECKING, Any
 
 from nybble.analysis.choices import accuracy, questions
-from nybble.analysis.summary import CHOICES, DIVERGED, RunSummary, read_summary
-from nybble.errors import ConfigError, NonFiniteError, NybbleError
-from nybble.pretrain import metrics
-from nybble.pretrain.config import PretrainConfig
-from nybble.pretrain.configfile import flatten, load_toml
+from nybble.analysis.summary import CHOICES, DIVERGED, RunSummary
+from nybble.commands.compare_task import Task
+from nybble.errors import NonFiniteError, NybbleError, StoppedError
 
-FREE = ("out", "recipe", "seed", "device", "threads", "compile", "activation_checkpointing")
-FREE_SECTIONS = ("checkpoint.", "log.")
-"""Settings in which runs of one comparison may differ: those of precision, of pairing and of convenience."""
+if TYPE_CHECKING:
+    from nybble.models import CausalLM
 
-_stopped = Event()
-"""In a worker that was told to stop: a pool hands its workers one task ahead, which must not begin."""
+QUESTIONS_AT_A_TIME = {"cpu": 8, "cuda": 100}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Task:
-    """One run."""
+def run(task: Task) -> RunSummary:
+    """Makes, or ends, one run. What it prints goes to log.txt of its folder.
 
-    config: PretrainConfig
-    label: str
-    """Of the recipe."""
-    share: float
-    flops_per_token: float
-    questions: int
-
-    @property
-    def folder(self) -> Path:
-        return self.config.run_folder
-
-    @property
-    def name(self) -> str:
-        """For messages."""
-        length = "" if self.share == 1 else f", {self.share:g} of the length"
-        return f"{self.config.preset} {self.label} seed {self.config.seed}{length}"
-
-    @property
-    def tokens(self) -> int:
-        return self.config.schedule.steps * self.config.batch.tokens_per_step
-
-    @property
-    def done(self) -> bool:
-        """Nothing is left to do: the run ended and answered its questions, or diverged."""
-        summary = self.summary()
-        if summary is None:
-            return False
-        return bool(summary.diverged) or not self.questions or (self.folder / CHOICES).is_file()
-
-    def summary(self) -> RunSummary | None:
-        """What the run came to; None if it is still to be made or to be ended."""
-        file = self.folder / "metrics.jsonl"
-        return read_summary(
-            self.folder,
-            metrics.read(file) if file.is_file() else [],
-            self.config.schedule.steps,
-            preset=self.config.preset,
-            recipe=self.label,
-            seed=self.config.seed,
-            tokens=self.tokens,
-            share=self.share,
-            flops_per_token=self.flops_per_token,
-        )
-
-
-def check_folder(task: Task, recipe_hash: str) -> None:
-    """Raises ConfigError if the run in the task's folder differs from the plan in more than precision."""
-    saved = task.folder / "config.toml"
-    if not saved.is_file():
-        return
-    ours = flatten(task.config)
-    for key, value in flatten(load_toml(saved, PretrainConfig())).items():
-        free = key in FREE or key.startswith(FREE_SECTIONS)
-        if not free and str(value) != str(ours[key]):
-            raise ConfigError(
-                f"{saved} has {key} {value!r}, this comparison has {ours[key]!r}: recipes are compared only "
-                "where they differ in nothing but precision; use the same settings, or another --out"
-            )
-    table = task.folder / "precision.txt"
-    found = re.match(r"recipe .* \((\w+)\)", table.read_text(encoding="utf-8")) if table.is_file() else None
-    if found and found[1] != recipe_hash:
-        raise ConfigError(
-            f"{task.folder} was made with another version of the recipe {task.label} ({found[1]}, now "
-            f"{recipe_hash}); delete that folder, or compare into another --out"
-        )
-
-
-def run(task: Task) -> str:
-    """Makes, or ends, one run; returns a line about it. What it prints goes to log.txt of its folder.
-
-    A run that meets a NaN or an infinity has diverged, which is a result.
+    A run that meets a NaN or an infinity has diverged, which is a result. Raises StoppedError for one that a
+    signal stopped, NybbleError for one that failed.
     """
-    from nybble.pretrain.start import pretrain
-
-    if _stopped.is_set():
-        raise NybbleError(f"{task.name} was not begun; the same line makes it")
     folder = task.folder
     folder.mkdir(parents=True, exist_ok=True)
-    done = task.summary() is not None
-    if not done:
-        saved = (folder / "checkpoints").is_dir() and any((folder / "checkpoints").glob("step_*"))
-        with open(folder / "log.txt", "a", encoding="utf-8") as log, contextlib.redirect_stdout(log):
-            try:
-                status = pretrain(task.config, resume=saved, overwrite=not saved)
-            except NonFiniteError as error:
-                (folder / DIVERGED).write_text(json.dumps({"reason": str(error)}) + "\n", encoding="utf-8")
-                status = 0
-        if status:
-            if (parent := parent_process()) is not None:
-                _stopped.set()
-                if not parent.is_alive():
-                    os._exit(status)  # nobody is left to report to, and the pool would wait for more to do
-            raise NybbleError(f"{task.name} was stopped; the same line goes on with it")
-    if task.questions and not (folder / CHOICES).is_file() and not (folder / DIVERGED).is_file():
-        _answer(task)
+    with open(folder / "log.txt", "a", encoding="utf-8") as log, contextlib.redirect_stdout(log):
+        try:
+            _make(task)
+        except NonFiniteError as error:
+            (folder / DIVERGED).write_text(json.dumps({"reason": str(error)}) + "\n", encoding="utf-8")
+        except NybbleError:
+            raise
+        except Exception as error:  # to be told in one line, and in a process that may not know its class
+            traceback.print_exc(file=log)
+            reason = (str(error).splitlines() or [""])[0]
+            raise NybbleError(f"{type(error).__name__}: {reason} (all of it in {folder}/log.txt)") from None
+        finally:
+            _free_gpu()
     summary = task.summary()
     assert summary is not None
-    if summary.diverged:
-        return f"{task.name}: diverged: {summary.diverged}"
-    answers = "" if summary.accuracy is None else f", {100 * summary.accuracy:.0f} % of the questions"
-    return f"{task.name}: {summary.val_loss:.4f} nats a token{answers}"
+    return summary
 
 
-def _answer(task: Task) -> None:
-    """Multiple-choice accuracy of the trained model, with the precision it was trained in."""
+def _make(task: Task) -> None:
     from nybble.checkpoints.hub import load_model
-    from nybble.data import Dataset
     from nybble.pretrain.device import pick_device
+    from nybble.pretrain.start import pretrain
+
+    saved = task.saved
+    if task.summary() is None or not (saved or task.done):
+        finish = partial(_answer, task) if task.questions else None
+        status = pretrain(task.config, resume=saved, overwrite=not saved, finish=finish)
+        if status:
+            if (parent := parent_process()) is not None and not parent.is_alive():
+                os._exit(status)  # nobody is left to report to
+            raise StoppedError(f"{task.name} was stopped; the same line goes on with it", status)
+    if not task.done:
+        _answer(task, load_model(task.folder, device=pick_device(task.config.device)).model)
+
+
+def _answer(task: Task, model: CausalLM) -> None:
+    """Multiple-choice accuracy of the trained model, with the precision it was trained in."""
+    from nybble.data import Dataset
+    from nybble.models import regions
 
     asked = questions(Dataset.open(task.config.data), task.questions)
-    model = load_model(task.folder, device=pick_device(task.config.device)).model
-    found = {"questions": len(asked), "accuracy": accuracy(model, asked)}
+    flex, model.flex = model.flex, False  # compiling for these few passes would take longer than they do
+    with regions.disabled():
+        share = accuracy(model, asked, batch=QUESTIONS_AT_A_TIME[model.lm_head.weight.device.type])
+    model.flex = flex
+    found = {"questions": len(asked), "accuracy": share}
     (task.folder / CHOICES).write_text(json.dumps(found) + "\n", encoding="utf-8")
 
 
-def run_all(tasks: list[Task], jobs: int) -> None:
-    """Makes the runs, `jobs` at a time, each in a process other than this one; in this one if jobs is 1.
+def _free_gpu() -> None:
+    """Give back what the graphs and the weights of a run held, which refer to each other."""
+    import torch
 
-    A signal ends it once the runs in progress are saved, or, if they got none themselves, ended.
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
+class _Signal(KeyboardInterrupt):
+    """SIGTERM or SIGINT, where nothing else takes it."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+
+
+Outcome = tuple[Task, RunSummary | NybbleError]
+
+
+def run_all(tasks: list[Task], jobs: int, made: Callable[[Task, RunSummary], None]) -> list[Task]:
+    """Makes the runs, `jobs` at a time, in processes of their own; in this one if jobs is 1 on a CPU.
+
+    `made` is called after each. Returns those that failed. Raises StoppedError after a signal, once the runs
+    in progress have stopped.
     """
-    if jobs == 1:
-        for number, task in enumerate(tasks, start=1):
-            print(f"[{number}/{len(tasks)}] {run(task)}", flush=True)
-        return
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    workers = min(jobs, len(tasks))
-    with ProcessPoolExecutor(workers, get_context("spawn"), initializer=_follow_parent) as pool:
-        made = as_completed([pool.submit(run, task) for task in tasks])
-        try:
-            for number, future in enumerate(made, start=1):
-                print(f"[{number}/{len(tasks)}] {future.result()}", flush=True)
-        except BaseException:
-            pool.shutdown(wait=True, cancel_futures=True)
-            raise
-        finally:
-            signal.signal(signal.SIGTERM, before)
+
+    def stop(number: int, _: Any) -> None:
+        raise _Signal(number)
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+    alone = jobs == 1 and not any(task.config.graph for task in tasks)
+    outcomes = _one_by_one(tasks) if alone else _side_by_side(tasks, min(jobs, len(tasks)))
+    count, failed = 0, []
+    try:
+        for task, outcome in outcomes:
+            count += 1
+            if isinstance(outcome, StoppedError):
+                raise outcome
+            place = f"[{count}/{len(tasks)}] {task.name}"
+            if isinstance(outcome, NybbleError):
+                failed.append(task)
+                print(f"{place}: failed: {outcome}", flush=True)
+            else:
+                print(f"{place}: {outcome.text()}", flush=True)
+                made(task, outcome)
+    except (_Signal, StoppedError) as caught:
+        outcomes.close()
+        status = caught.status if isinstance(caught, StoppedError) else 128 + caught.number
+        left = len(tasks) - count + isinstance(caught, StoppedError)
+        raise StoppedError(
+            f"stopped: {left} of {len(tasks)} runs are left; the same line makes them", status
+        ) from None
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    return failed
 
 
-def _follow_parent() -> None:
-    """In a worker: be told to stop when the comparison's own process is gone, which leaves no other sign."""
+def _one_by_one(tasks: list[Task]) -> Generator[Outcome]:
+    for task in tasks:
+        yield task, _outcome(partial(run, task))
+
+
+def _outcome(make: Callable[[], RunSummary]) -> RunSummary | NybbleError:
+    try:
+        return make()
+    except NybbleError as error:
+        return error
+    except BrokenProcessPool:
+        return NybbleError("its process was killed, perhaps for memory; try fewer --jobs")
+    except Exception as error:
+        return NybbleError(f"{type(error).__name__}: {error}")
+
+
+def _side_by_side(tasks: list[Task], jobs: int) -> Generator[Outcome]:
+    """A thread a lane hands one run after the other to a process of its own.
+
+    The process is kept, with what it has compiled, until a run fails in it: a GPU's error spoils the process.
+    """
+    context = get_context("spawn")
+    waiting, outcomes = SimpleQueue[Task](), SimpleQueue[Outcome]()
+    for task in tasks:
+        waiting.put(task)
+    stopping = Event()
+
+    def lane(number: int) -> None:
+        pool: ProcessPoolExecutor | None = None
+        while not stopping.is_set():
+            try:
+                task = waiting.get_nowait()
+            except Empty:
+                break
+            pool = pool or ProcessPoolExecutor(1, context, initializer=_begin, initargs=(number,))
+            outcome = _outcome(pool.submit(run, task).result)
+            outcomes.put((task, outcome))
+            if isinstance(outcome, NybbleError):
+                pool.shutdown()
+                pool = None
+        if pool is not None:
+            pool.shutdown()
+
+    lanes = [Thread(target=lane, args=(number,)) for number in range(jobs)]
+    for thread in lanes:
+        thread.start()
+    try:
+        for _ in tasks:
+            yield outcomes.get()
+    except BaseException:
+        stopping.set()
+        asked: set[int] = set()
+        while any(thread.is_alive() for thread in lanes):
+            for worker in active_children():  # some may have begun just now
+                if worker.pid is not None and worker.pid not in asked:
+                    asked.add(worker.pid)
+                    worker.terminate()
+            lanes[0].join(0.1)
+        raise
+    finally:
+        for thread in lanes:
+            thread.join()
+
+
+def _begin(number: int) -> None:
+    """In a worker: take a GPU, and be told to stop by the comparison's own process alone.
+
+    Also when that process is gone, which leaves no other sign.
+    """
+    import torch
+
+    os.setpgrp()  # a terminal's Ctrl-C reaches the whole group, and two signals would end a run unsaved
+    if torch.cuda.is_available():
+        torch.cuda.set_device(number % torch.cuda.device_count())
     parent = parent_process()
     assert parent is not None
 

@@ -5,7 +5,8 @@ bits differ from eager ones.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
 import torch
@@ -13,12 +14,27 @@ from torch import Tensor
 
 F = TypeVar("F", bound=Callable[..., Any])
 _enabled = False
+SHAPES = 256
+"""Sets of shapes for which a region is compiled before torch gives up: several sizes in one process."""
 
 
 def enable(on: bool) -> None:
     """Whether regions are compiled from now on, in the whole process."""
     global _enabled
     _enabled = on
+    if on:
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, SHAPES)
+
+
+@contextmanager
+def disabled() -> Iterator[None]:
+    """Regions are not compiled in here: for a few passes of shapes that do not come again."""
+    before = _enabled
+    enable(False)
+    try:
+        yield
+    finally:
+        enable(before)
 
 
 def region(function: F) -> F:

@@ -1,8 +1,9 @@
-"""The forward and backward pass of a step as CUDA graphs: the host launches one of them a micro-batch.
+"""The passes of a step, and those of a validation, as CUDA graphs: the host launches one a micro-batch.
 
 Everything that changes from step to step lives in tensors that the graphs read: the batch, the key of random
 draws, the weights. The first graph of a step quantises the weights and writes the gradients; the second, of
-all other micro-batches, takes the quantised weights of the first and adds to the gradients.
+all other micro-batches, takes the quantised weights of the first and adds to the gradients. A graph of its
+own has the forward pass alone; it quantises the weights each time, and shares the memory of the others.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ WARM_UPS = 3
 
 
 class Captured:
-    """Passes over batches of one shape, captured at the first call."""
+    """Passes over batches of one shape, captured at the first call, and again where the recipe changes."""
 
     def __init__(
         self,
@@ -33,22 +34,52 @@ class Captured:
         self.losses: list[Tensor] = []
         self.inputs: Batch = {}
         self.gradients: list[tuple[nn.Parameter, Tensor]] = []
+        self.held_out: tuple[torch.cuda.CUDAGraph, Tensor] | None = None
+        changes = (start for module in model.modules() for start, _ in getattr(module, "phases", ()))
+        self.changes = sorted({0, *changes})
+        self.phase = 0
 
     def __call__(self, batches: list[Batch], step: int) -> Tensor:
         """Mean loss over the batches, FP32 []; the parameters' gradients are those of this step alone."""
-        if not self.graphs:
+        if not self.graphs or self._phase(step) != self.phase:
+            self._release()
             self._capture(batches, step)
+            self.phase = self._phase(step)
         for parameter, gradient in self.gradients:
             parameter.grad = gradient
         total = torch.zeros_like(self.losses[0], dtype=torch.float32)
         for micro, batch in enumerate(batches):
             self.set_step(step, micro)
-            for name, held in self.inputs.items():
-                held.copy_(batch[name], non_blocking=True)
+            self._take(batch)
             which = min(micro, len(self.graphs) - 1)
             self.graphs[which].replay()
             total += self.losses[which]
         return total
+
+    def evaluate(self, batch: Batch, step: int, micro: int) -> Tensor:
+        """Loss of a batch, without gradients, until the next call. Some step must have come before."""
+        if self.held_out is None:
+            # With gradients enabled, as in a step: compiled regions are then not compiled a second time.
+            self.set_step(step, 0)
+            graph = torch.cuda.CUDAGraph()
+            with torch.enable_grad(), torch.cuda.graph(graph, pool=self.graphs[0].pool()):
+                loss = self.loss(self.inputs).detach()
+            self.held_out = graph, loss
+        graph, loss = self.held_out
+        self.set_step(step, micro)
+        self._take(batch)
+        graph.replay()
+        return loss
+
+    def _take(self, batch: Batch) -> None:
+        for name, held in self.inputs.items():
+            held.copy_(batch[name], non_blocking=True)
+
+    def _phase(self, step: int) -> int:
+        return max(i for i, start in enumerate(self.changes) if start <= step)
+
+    def _release(self) -> None:
+        self.graphs, self.losses, self.gradients, self.held_out = [], [], [], None
 
     def _capture(self, batches: list[Batch], step: int) -> None:
         self.inputs = {name: value.clone() for name, value in batches[0].items()}

@@ -121,11 +121,13 @@ class CheckpointConfig:
     save_every: int = 100
     """Optimiser steps between checkpoints; the last step is always saved; 0 turns the others off."""
     keep: int = 2
-    """Checkpoints kept; older ones are deleted once a newer one is whole."""
+    """Checkpoints kept; older ones are deleted once a newer one is whole. 0 saves none at all: a run that is
+    stopped begins again, and its model is gone at its end.
+    """
 
     def __post_init__(self) -> None:
         _require(self.save_every >= 0, "save_every", f"is {self.save_every} steps; it must not be negative")
-        _require(self.keep >= 1, "keep", f"is {self.keep}; at least 1 checkpoint must be kept")
+        _require(self.keep >= 0, "keep", f"is {self.keep}; it must not be negative")
 
 
 @dataclass(frozen=True, kw_only=True)

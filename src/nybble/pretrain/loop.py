@@ -98,7 +98,8 @@ def validate(session: Session, step: int) -> dict[str, float]:
     for micro, (domain, batch) in enumerate(session.held_out()):
         session.set_step(step, micro)
         count = int((batch["labels"] != IGNORE).sum())  # the last batch may be padded
-        totals[domain] = totals.get(domain, 0) + session.loss(batch).double() * count
+        loss = session.captured.evaluate(batch, step, micro) if session.captured else session.loss(batch)
+        totals[domain] = totals.get(domain, 0) + loss.double() * count
         targets[domain] = targets.get(domain, 0) + count
     session.model.train()
     session.monitor.meter.take()  # exchanges of validation are not the next step's
@@ -149,7 +150,9 @@ def train(session: Session, stop: StopRequest) -> list[dict[str, Any]]:
 
         # A signal reaches the ranks in different steps: all stop after the one in which it reached any.
         stop.signum = together.largest(stop.signum, session.device)
-        if last or stop.signum or _due(session.step, config.checkpoint.save_every):
+        if config.checkpoint.keep and (
+            last or stop.signum or _due(session.step, config.checkpoint.save_every)
+        ):
             session.save()
         if stop.signum:
             break

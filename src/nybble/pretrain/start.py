@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,11 +31,17 @@ from nybble.pretrain.sinks import open_sinks
 from nybble.pretrain.stop import StopRequest
 from nybble.recipes import Recipe, load_recipe
 
+Finish = Callable[[CausalLM], None]
+"""What to do with a model whose run has ended."""
 
-def pretrain(config: PretrainConfig, *, resume: bool = False, overwrite: bool = False) -> int:
+
+def pretrain(
+    config: PretrainConfig, *, resume: bool = False, overwrite: bool = False, finish: Finish | None = None
+) -> int:
     """Trains, and returns the exit status: 0 at the last step, 128 + signal for a run that a signal stopped.
 
-    All that can be wrong with the settings is found before the run folder is touched.
+    All that can be wrong with the settings is found before the run folder is touched. `finish` gets the model
+    after the last step.
     """
     device = rank_device(pick_device(config.device))
     if config.graph and (device.type != "cuda" or together.active()):
@@ -44,11 +51,17 @@ def pretrain(config: PretrainConfig, *, resume: bool = False, overwrite: bool = 
     monitor, exchanges = Monitor(), config.parallel
     limits = {"slow_s": exchanges.slow_exchange, "timeout_s": exchanges.exchange_limit}
     with joined(device, monitor.watch, **limits):
-        return _pretrain(config, device, monitor, resume=resume, overwrite=overwrite)
+        return _pretrain(config, device, monitor, resume=resume, overwrite=overwrite, finish=finish)
 
 
 def _pretrain(
-    config: PretrainConfig, device: torch.device, monitor: Monitor, *, resume: bool, overwrite: bool
+    config: PretrainConfig,
+    device: torch.device,
+    monitor: Monitor,
+    *,
+    resume: bool,
+    overwrite: bool,
+    finish: Finish | None,
 ) -> int:
     if together.restarted() and (config.run_folder / "config.toml").is_file():
         resume, overwrite = True, False  # the launcher repeats the command of the run's beginning
@@ -59,11 +72,6 @@ def _pretrain(
     train_data, held_out = _loaders(config, dataset)
     mesh = _mesh(config, device)
     model, report = build_model(config, dataset, recipe, device, mesh, monitor)
-    if config.graph and any(getattr(module, "phases", ()) for module in model.modules()):
-        raise ConfigError(
-            f"graph cannot follow recipe {recipe.name}, which changes within a run; leave it out"
-        )
-
     run = RunFolder(config.run_folder, resume=resume, overwrite=overwrite)
     session = Session(
         config=config,
@@ -78,16 +86,19 @@ def _pretrain(
     )
     try:
         start = session.restore() if resume else None
-        status = numerics_status(device)
+        numerics = numerics_status(device)
         run.write("config.toml", dump(dataclasses.replace(config, out=run.path)))
-        run.write("env.json", environment(device, status, together.world()))
+        run.write("env.json", environment(device, numerics, together.world()))
         run.write("precision.txt", report.table())
-        _introduce(session, report, mesh, dataset, status, start if resume else None, resume)
+        _introduce(session, report, mesh, dataset, numerics, start if resume else None, resume)
         if together.is_main():
             session.sinks += open_sinks(config.log, run.path, flatten(config), session.step)
         with StopRequest() as stop, named_loss(monitor.watch):
             rows = train(session, stop)
-        return together.on_main(lambda: _conclude(session, rows, dataset, stop))
+        status = together.on_main(lambda: _conclude(session, rows, dataset, stop))
+        if finish is not None and status == 0:
+            finish(model)
+        return status
     finally:
         session.close()
 
@@ -218,7 +229,8 @@ def _conclude(session: Session, rows: list[dict[str, Any]], dataset: Dataset, st
     title = f"{config.preset}, recipe {config.recipe}, {dataset.source}"
     plot_loss(rows, run.path / "plots" / "loss.png", title=title, unigram_entropy=unigram)
     if session.step < config.schedule.steps:
-        print(f"stopped: step {session.step} is saved; go on with --resume")
+        saved = "is saved; go on with --resume" if config.checkpoint.keep else "was not saved, as keep 0 says"
+        print(f"stopped: step {session.step} {saved}")
         return 128 + stop.signum
     final = rows[-1]
     gap = unigram - final["val_loss"]
