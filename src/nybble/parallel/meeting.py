@@ -34,7 +34,7 @@ def meet(store: dist.Store, rank: int, world: int, *, slow_s: float, timeout_s: 
         store.set(_NAME, mine)
         for _ in _looks(lambda: f"rank 0 waits for {_ranks(missing)} to start", slow_s, timeout_s):
             for other in [r for r in missing if store.check([f"{mine}/here/{r}"])]:
-                store.set(f"{mine}/answer/{other}", store.get(f"{mine}/here/{other}"))
+                store.set(f"{mine}/answer/{other}", store.get(f"{mine}/here/{other}").decode())
                 missing.remove(other)
             if not missing:
                 return dist.PrefixStore(mine, store)
