@@ -6,10 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from nemotron_h_cases import small_config
 from rl_cases import PARAMS, STOP, requests, rl_config, rows, tiny_folder
 
-from nybble.checkpoints.hub import load_model
+from nybble.checkpoints.hub import load_model, save_model
+from nybble.data.tokenizer import SMALLEST_VOCAB, train_tokenizer
 from nybble.errors import ConfigError, DataError
+from nybble.models import NemotronHForCausalLM
 from nybble.pretrain.stop import StopRequest
 from nybble.recipes import load_recipe
 from nybble.rl import rollout as files
@@ -133,6 +136,23 @@ def test_another_sampler_is_noticed_and_replay_brings_its_experts_back(
     row = rows(tmp_path / "replay")[0]
     assert row["mismatch_experts"] == 0.0
     assert row["kl_reference"] == 0.0, "the reference is the first policy, and replays the same experts"
+
+
+def test_a_hybrid_is_trained_outside_the_batch_invariant_mode_alone(tmp_path: Path) -> None:
+    tokenizer = train_tokenizer([], SMALLEST_VOCAB)
+    hybrid = NemotronHForCausalLM(
+        small_config(vocab_size=tokenizer.vocab_size, eos_token_id=tokenizer.eot_id)
+    )
+    save_model(tmp_path / "hybrid", hybrid, tokenizer, load_recipe("bf16"))
+    config = rl_config(tmp_path / "hybrid", tmp_path / "run")
+    config = replace(config, schedule=replace(config.schedule, steps=1))
+    with pytest.raises(ConfigError, match=r"does not cover nemotron_h.*--no-batch-invariant"):
+        reinforce(config)
+    assert reinforce(replace(config, batch_invariant=False, loss=LossConfig(router_replay=True))) == 0
+    row = rows(tmp_path / "run")[0]
+    assert row["grad_norm"] > 0
+    assert row["mismatch_ratio_max"] < 1.05
+    assert row["mismatch_experts"] == 0.0
 
 
 @pytest.mark.parametrize(("sampler", "trainer"), [("inkling", "inkling"), ("mxfp4", "bf16")])

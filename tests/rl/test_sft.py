@@ -130,7 +130,15 @@ def test_what_cannot_work_is_named(tmp_path: Path, capsys: pytest.CaptureFixture
     with pytest.raises(DataError, match="no solution in style 'slow'; its styles are worked, direct"):
         fine_tune(replace(chain, styles="slow"))
     assert not (tmp_path / "run").exists()
+    (tmp_path / "llama").mkdir()
+    (tmp_path / "llama" / "config.json").write_text('{"model_type": "llama"}')
+    for name in ("tokenizer.json", "tokenizer_config.json", "recipe.toml"):
+        (tmp_path / "llama" / name).write_bytes((tmp_path / "model" / name).read_bytes())
     for words, message in [
+        (
+            ["rl", str(tmp_path / "llama")],
+            "is a model of type 'llama'; the commands run those of inkl",
+        ),
         (["rl", "--resume", "--out", str(tmp_path / "none")], "holds no run to resume"),
         (["rl", str(tmp_path / "none")], "does not exist"),
         (["rl", model, "--task", "arithmetik"], "did you mean arithmetic"),

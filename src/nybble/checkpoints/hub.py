@@ -25,7 +25,7 @@ from nybble.data import TextTokenizer, load_tokenizer
 from nybble.errors import CheckpointError
 from nybble.layers import Report, convert
 from nybble.models import CausalLM
-from nybble.models.families import family
+from nybble.models.families import FAMILIES, Family
 from nybble.recipes import Recipe, load_recipe
 
 
@@ -114,7 +114,7 @@ def load_model(path: Path, recipe: str = "", device: torch.device | None = None)
     try:
         with _no_progress_bar():
             config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-            kind = family(str(config.get("model_type")))
+            kind = _known_family(folder, str(config.get("model_type")))
             model = kind.model_class.from_pretrained(folder, dtype=torch.float32)
     except (OSError, ValueError, KeyError, RuntimeError, json.JSONDecodeError) as error:
         raise CheckpointError(f"{folder} cannot be loaded: {error}") from None
@@ -125,3 +125,12 @@ def load_model(path: Path, recipe: str = "", device: torch.device | None = None)
     model.to(device or torch.device("cpu"))
     report = convert(model, chosen)
     return TrainedModel(model=model.eval(), tokenizer=tokenizer, recipe=chosen, report=report)
+
+
+def _known_family(folder: Path, model_type: str) -> Family:
+    if model_type not in FAMILIES:
+        raise CheckpointError(
+            f"{folder} is a model of type {model_type!r}; the commands run those of {', '.join(FAMILIES)}. "
+            "Others can be given a recipe in a training loop of your own: nybble.convert(model, recipe)"
+        )
+    return FAMILIES[model_type]

@@ -49,12 +49,14 @@ class CausalLM(ExpertLoad, Pretrained):
     or None without experts.
     `compute_dtype` is the dtype of activations; None takes the parameters' dtype, but BF16 for FP32
     parameters on CUDA. `flex` says whether attention goes through FlexAttention; None: on CUDA.
+    `knows_batch_invariance` says whether `nybble.models.invariant` covers all operations of the forward pass.
     """
 
     _tied_weights_keys = None
     expert_load: Tensor
     compute_dtype: torch.dtype | None = None
     flex: bool | None = None
+    knows_batch_invariance: bool = False
 
     @property
     def vocabulary(self) -> int:

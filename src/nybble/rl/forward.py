@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from nybble.models import Inkling2ForCausalLM
+from nybble.models import CausalLM
 from nybble.models.invariant import batch_invariant
 from nybble.models.logprobs import token_log_probs
 from nybble.rl.batching import MicroBatch
@@ -28,7 +28,7 @@ class Scores:
 
 
 @contextmanager
-def chunked_attention(model: Inkling2ForCausalLM, enabled: bool) -> Iterator[None]:
+def chunked_attention(model: CausalLM, enabled: bool) -> Iterator[None]:
     """Attention by the op that the batch-invariant mode knows, on GPUs too."""
     before = model.flex
     model.flex = False if enabled else before
@@ -39,7 +39,7 @@ def chunked_attention(model: Inkling2ForCausalLM, enabled: bool) -> Iterator[Non
 
 
 def score(
-    model: Inkling2ForCausalLM,
+    model: CausalLM,
     batch: MicroBatch,
     *,
     temperature: float = 1.0,

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from nybble import formats
-from nybble.errors import RecipeError
+from nybble.errors import ConfigError, RecipeError
 from nybble.layers import Report, convert, set_step
-from nybble.models import Inkling2ForCausalLM
+from nybble.models import CausalLM
 from nybble.recipes import Recipe, Table, resolve
 
 
@@ -18,9 +18,15 @@ class Policy:
     """
 
     def __init__(
-        self, model: Inkling2ForCausalLM, sample: Recipe, train: Recipe, seed: int, invariant: bool = False
+        self, model: CausalLM, sample: Recipe, train: Recipe, seed: int, invariant: bool = False
     ) -> None:
-        """Raises RecipeError if `invariant` is asked of a forward pass that mixes the tokens of a batch."""
+        """Raises ConfigError if `invariant` is asked of a model that the mode does not cover, and RecipeError
+        if of a forward pass that mixes the tokens of a batch."""
+        if invariant and not model.knows_batch_invariance:
+            raise ConfigError(
+                f"batch_invariant: the mode does not cover {model.config.model_type}, whose state goes by "
+                "chunks in training and by tokens in sampling; use --no-batch-invariant"
+            )
         self.model, self.seed, self.invariant = model, seed, invariant
         sample_table, train_table = resolve(sample, model), resolve(train, model)
         self._sample_table = sample_table

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from nybble import together
 from nybble.errors import NonFiniteError
-from nybble.models import Inkling2ForCausalLM
+from nybble.models import CausalLM
 from nybble.pretrain.guard import locate
 from nybble.pretrain.schedule import lr_factor
 from nybble.pretrain.session import Session
@@ -81,7 +81,7 @@ class Updater:
 
     def __init__(self, config: RLConfig, session: Session, policy: Policy, pad: int) -> None:
         self.config, self.session, self.policy, self.pad = config, session, policy, pad
-        self.reference: Inkling2ForCausalLM | None = None
+        self.reference: CausalLM | None = None
         """The model that k3 is measured against; of the first policy, whatever step the run resumes at."""
 
     def keep_reference(self) -> None:

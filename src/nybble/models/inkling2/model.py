@@ -67,6 +67,8 @@ class Inkling2ForCausalLM(CausalLM, Inkling2PreTrainedModel):
     Its head is padded with zeros in folders, as the config's `vocab_size` says.
     """
 
+    knows_batch_invariance = True
+
     def __init__(self, config: Inkling2TextConfig) -> None:
         check(config)
         super().__init__(config)

@@ -106,10 +106,14 @@ class Router(nn.Module):
             kept = torch.zeros_like(grouped[..., 0], dtype=torch.bool).scatter(1, best, True)
             biased = grouped.masked_fill(~kept[..., None], -torch.inf).flatten(-2)
         experts = biased.topk(self.top_k, dim=-1, sorted=False).indices
+        return logits, self.weigh(scores, experts), experts
+
+    def weigh(self, scores: Tensor, experts: Tensor) -> Tensor:
+        """Weights [T, k] of given experts [T, k] by their scores [T, E]."""
         weights = scores.gather(1, experts)
         if self.normalise:
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-        return logits, weights * self.gain, experts
+        return weights * self.gain
 
 
 class MoE(nn.Module):
