@@ -251,6 +251,14 @@ def test_summaries_are_enough_to_go_on_elsewhere_and_to_report_without_the_data(
     capsys.readouterr()
     assert main(words(data, alone, *known, "--batch", "3")) == 1
     assert "micro bf16 seed 0, 0.5 of the length was made with other settings" in capsys.readouterr().err
+    older = [json.dumps(json.loads(line) | {"recipe_hash": "older"}) + "\n" for line in lines]
+    some.write_text("".join(older))
+    assert main(words(tmp_path / "no-data", alone, "--known", str(some), "--report-only")) == 0
+    assert main(words(data, alone, "--known", str(some))) == 1
+    assert "made with other recipe (older, here " in capsys.readouterr().err
+    some.write_text(lines[0] + older[1])
+    assert main(words(data, alone, "--known", str(some), "--report-only")) == 1
+    assert "two versions of the recipe" in capsys.readouterr().err
     some.write_text("{}\n")
     assert main(words(data, alone, "--known", str(some))) == 1
     assert "some.jsonl, line 1 is no summary of a run" in capsys.readouterr().err

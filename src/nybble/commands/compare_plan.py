@@ -11,6 +11,7 @@ import torch
 from nybble.analysis.summary import RunSummary, read_lines
 from nybble.commands.compare_task import Task, check_folder, known
 from nybble.data import Dataset
+from nybble.errors import ConfigError
 from nybble.models import presets
 from nybble.pretrain.config import PretrainConfig
 from nybble.pretrain.defaults import preset_defaults
@@ -28,7 +29,7 @@ def plan(config: CompareConfig) -> list[Task]:
 
     Raises ConfigError if a folder holds a run that differs from the plan in more than precision.
     """
-    elsewhere = {found.key: found for file in config.known for found in read_lines(file)}
+    elsewhere = _elsewhere(config)
     dataset = _dataset(config, list(elsewhere.values()))
     recipes = {Path(name).stem: name for name in config.recipe_names}
     loaded = {label: load_recipe(name) for label, name in recipes.items()}
@@ -37,6 +38,9 @@ def plan(config: CompareConfig) -> list[Task]:
         for recipe in loaded.values():
             resolve(recipe, model, whole.schedule.steps)
     baseline = next(iter(recipes))
+    hashes = {label: recipe.hash() for label, recipe in loaded.items()}
+    if config.report_only:  # of recipes as they were when the runs were made
+        hashes |= {found.recipe: found.recipe_hash for found in elsewhere.values()}
     if isinstance(dataset, Dataset):
         flops = {preset: flops_per_token(_settings(config, preset, 1), dataset) for preset in config.presets}
         data = dataset.sha256[:12]
@@ -60,12 +64,25 @@ def plan(config: CompareConfig) -> list[Task]:
                         share=share,
                         flops_per_token=flops.get(preset, 0.0),
                         questions=config.questions if share == 1 else 0,
-                        recipe_hash=loaded[label].hash(),
+                        recipe_hash=hashes[label],
                         data=data,
                     )
                     check_folder(task)
                     tasks.append(known(task, elsewhere, ", ".join(map(str, config.known))))
     return tasks
+
+
+def _elsewhere(config: CompareConfig) -> dict[tuple[str, str, int, float], RunSummary]:
+    """The runs in the files of --known. Raises ConfigError if two of a recipe were made with two versions."""
+    found = {run.key: run for file in config.known for run in read_lines(file)}
+    version: dict[str, str] = {}
+    for run in found.values():
+        if version.setdefault(run.recipe, run.recipe_hash) != run.recipe_hash:
+            raise ConfigError(
+                f"known: runs of {run.recipe} were made with two versions of the recipe, "
+                f"{version[run.recipe]} and {run.recipe_hash}; leave one out"
+            )
+    return found
 
 
 def _dataset(config: CompareConfig, elsewhere: list[RunSummary]) -> Dataset | str:
