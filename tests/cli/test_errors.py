@@ -11,6 +11,8 @@ import pytest
 import nybble.models  # noqa: F401 - here, so that what other packages print at import is in no test's output
 from nybble import cli
 from nybble.errors import NybbleError
+from nybble.pretrain.config import PretrainConfig
+from nybble.pretrain.configfile import dump_run
 
 
 def fails(capsys: pytest.CaptureFixture[str], words: str, status: int = 1) -> str:
@@ -42,6 +44,9 @@ def fails(capsys: pytest.CaptureFixture[str], words: str, status: int = 1) -> st
         ("prepare {tmp}/absent.txt --out {tmp}/data", "absent.txt"),
         ("sample {tmp}/absent", "absent does not exist"),
         ("sample {tmp}", "is no run, no checkpoint and no folder with a model"),
+        ("sample {tmp}/served", "bring them back with nybble import"),
+        ("pretrain tiny --resume --out {tmp}/rewarded", "holds a run of `nybble rl`; resume it with that"),
+        ("sft tiny --resume --out {tmp}/rewarded", "holds a run of `nybble rl`; resume it with that"),
         ("sample {tmp} --top-p 0", "top_p is 0.0"),
         ("sample {tmp} --temperature -1", "temperature is -1.0"),
         ("sample {tmp} --max-new-tokens 0", "max_new_tokens is 0"),
@@ -57,6 +62,10 @@ def test_each_mistake_gives_one_line_that_names_it(
     (tmp_path / "typo.toml").write_text("[optimiser]\nlrr = 1\n")
     (tmp_path / "format.toml").write_text('[[rule]]\nmodules = "**"\nall = "nvfp5"\n')
     (tmp_path / "nothing.toml").write_text('name = "x"\n[[rule]]\nmodules = "absent.*"\nall = "mxfp8"\n')
+    (tmp_path / "served").mkdir()
+    (tmp_path / "served/config.json").write_text('{"quantization_config": {}}')
+    (tmp_path / "rewarded").mkdir()
+    (tmp_path / "rewarded/config.toml").write_text(dump_run(PretrainConfig(), "rl"))
     assert message in fails(capsys, words.format(tmp=tmp_path))
 
 

@@ -15,7 +15,7 @@ BF16_MAX = torch.finfo(torch.bfloat16).max
 
 @pytest.fixture(scope="module")
 def golden():
-    return np.load(Path(__file__).parents[1] / "data" / "golden_blocks.npz")
+    return np.load(Path(__file__).with_name("golden_blocks.npz"))
 
 
 @pytest.mark.parametrize("outer", ["tensor", "row"])

@@ -21,7 +21,7 @@ from nybble.checkpoints.safetensors_io import Folder
 from nybble.checkpoints.sidecar import Sidecar
 from nybble.checkpoints.source import find_units
 from nybble.checkpoints.store import latest
-from nybble.checkpoints.writer import whole_folder
+from nybble.checkpoints.writer import whole_model
 from nybble.errors import CheckpointError
 from nybble.recipes import Recipe, load_recipe
 
@@ -141,7 +141,7 @@ def export(config: ExportConfig) -> ExportReport:
 
 def write_folder(job: Job, out: Path, overwrite: bool) -> ExportReport:
     """The whole folder of a job: weights, configs, tokeniser."""
-    with whole_folder(out, job.folder.path, overwrite) as part:
+    with whole_model(out, job.folder.path, overwrite) as part:
         result = write_model(job, part)
         copy_files(job.folder.path, part)
     return ExportReport(

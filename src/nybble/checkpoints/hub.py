@@ -98,6 +98,14 @@ def find_model(path: Path) -> Path:
     )
 
 
+def _is_quantised(folder: Path) -> bool:
+    """Whether its config says that its weights are codes."""
+    try:
+        return "quantization_config" in json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+
+
 def load_model(path: Path, recipe: str = "", device: torch.device | None = None) -> TrainedModel:
     """Loads the model of a run, a checkpoint or a folder, and converts it with its own recipe or another.
 
@@ -105,6 +113,11 @@ def load_model(path: Path, recipe: str = "", device: torch.device | None = None)
     """
     folder = find_model(path)
     own = folder / "recipe.toml"
+    if _is_quantised(folder):
+        raise CheckpointError(
+            f"{folder} holds quantised weights for serving programs; bring them back with "
+            f"nybble import {folder} --out NEW, and name NEW"
+        )
     if not recipe and not own.is_file():
         raise CheckpointError(
             f"{folder} has no recipe.toml; name the precision with --recipe, such as --recipe bf16"

@@ -23,7 +23,7 @@ from nybble.checkpoints.header import NAMES, section
 from nybble.checkpoints.load_experts import Experts, Task, finite, keep
 from nybble.checkpoints.safetensors_io import Folder
 from nybble.checkpoints.source import Bank, find_units
-from nybble.checkpoints.writer import Spec, Writer, whole_folder, write_json
+from nybble.checkpoints.writer import Spec, Writer, whole_model, write_json
 from nybble.errors import CheckpointError
 from nybble.formats import e4m3
 
@@ -79,7 +79,7 @@ def import_(config: ImportConfig) -> ImportReport:
     dtype = torch.float32 if config.dtype == "float32" else torch.bfloat16
     tasks, counts = _tasks(folder, stored, dtype)
     limit = int(config.max_shard_gb * 1e9)
-    with whole_folder(config.out, config.checkpoint, config.overwrite) as part:
+    with whole_model(config.out, config.checkpoint, config.overwrite) as part:
         specs = [spec for task in tasks for spec in task.specs]
         kept = [spec for task in tasks for spec in task.kept] if config.keep_codes else []
         codes: Writer | None = None

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -24,6 +23,7 @@ from nybble.checkpoints.header import DTYPES, NAMES
 from nybble.checkpoints.safetensors_io import INDEX_NAME
 from nybble.checkpoints.vectored import raw, runs, transfer
 from nybble.errors import CheckpointError
+from nybble.folders import whole_folder
 
 
 @dataclass(frozen=True)
@@ -41,9 +41,9 @@ class Spec:
 
 
 @contextmanager
-def whole_folder(out: Path | str, source: Path, overwrite: bool = False) -> Iterator[Path]:
-    """A temporary folder beside `out` that takes its name when the block ends, and vanishes when the block
-    raises. `source` is what it is made from.
+def whole_model(out: Path | str, source: Path, overwrite: bool = False) -> Iterator[Path]:
+    """A folder that becomes `out` when the block ends, and vanishes when it raises; `source` is what it is
+    made from.
 
     Raises:
         CheckpointError: `out` exists and `overwrite` is false, `out` is no folder with a model or holds the
@@ -54,24 +54,8 @@ def whole_folder(out: Path | str, source: Path, overwrite: bool = False) -> Iter
         if not overwrite:
             raise CheckpointError(f"{out}: exists; choose another name or pass --overwrite")
         _check_replaceable(out, source)
-    part = out.parent / f".{out.name}.partial-{os.getpid()}"
-    try:
-        shutil.rmtree(part, ignore_errors=True)
-        part.mkdir(parents=True)
+    with whole_folder(out, CheckpointError) as part:
         yield part
-        if out.exists():
-            old = out.parent / f".{out.name}.old-{os.getpid()}"
-            out.rename(old)
-            part.rename(out)
-            shutil.rmtree(old, ignore_errors=True) if old.is_dir() else old.unlink()
-        else:
-            part.rename(out)
-    except OSError as error:
-        raise CheckpointError(
-            f"{out}: cannot be written ({error.strerror}); nothing was left there"
-        ) from error
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
 
 
 def _check_replaceable(out: Path, source: Path) -> None:

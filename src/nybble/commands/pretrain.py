@@ -68,7 +68,7 @@ def parse(arguments: list[str]) -> PretrainCommand:
 def _parse_resume(arguments: list[str], first: PretrainCommand) -> PretrainCommand:
     folder = first.settings.run_folder
     saved = folder / "config.toml"
-    check_resume(first, saved)
+    check_resume(first, saved, "pretrain")
     base = load_toml(saved, PretrainConfig())
     command = _flags(arguments, dataclasses.replace(first, settings=base))
     check_resumable(base, command.settings, saved, FREE, FREE_SECTIONS)

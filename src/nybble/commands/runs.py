@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from nybble.commands.flags import parse_flags
 from nybble.errors import ConfigError
-from nybble.pretrain.configfile import flatten, load_toml
+from nybble.pretrain.configfile import check_verb, flatten, load_toml
 
 T = TypeVar("T")
 """A dataclass with `settings`, `config`, `resume` and `overwrite`; its settings have `out`."""
@@ -29,14 +29,14 @@ def parse_run(
         settings = load_toml(first.config, type(first.settings)())
         return parse_flags(type(default), arguments, verb, dataclasses.replace(first, settings=settings))
     saved = first.settings.out / "config.toml"
-    check_resume(first, saved)
+    check_resume(first, saved, verb)
     base = load_toml(saved, type(first.settings)())
     command: Any = parse_flags(type(default), arguments, verb, dataclasses.replace(first, settings=base))
     check_resumable(base, command.settings, saved, free, free_sections)
     return command
 
 
-def check_resume(command: Any, saved: Path) -> None:
+def check_resume(command: Any, saved: Path, verb: str) -> None:
     """Raise ConfigError for flags that do not go with --resume, or where there is nothing to resume."""
     if command.overwrite:
         raise ConfigError("--resume goes on with a run and --overwrite deletes it; give one of them")
@@ -44,6 +44,7 @@ def check_resume(command: Any, saved: Path) -> None:
         raise ConfigError(f"--resume takes its settings from {saved}; leave out --config")
     if not saved.is_file():
         raise ConfigError(f"out: {saved.parent} holds no run to resume; leave out --resume to start one")
+    check_verb(saved, verb)
 
 
 def check_resumable(

@@ -10,12 +10,12 @@ import tyro
 from nybble.data.build import build
 from nybble.data.corpora import CORPORA, find_corpus
 from nybble.data.dataset import Dataset
-from nybble.data.folders import whole_folder
 from nybble.data.mixture import Domain, domain_names
 from nybble.data.sources import FileSource, find_files
 from nybble.data.split import Splitter
 from nybble.data.tokenizer import TextTokenizer, check_vocab_size, load_tokenizer
 from nybble.errors import DataError
+from nybble.folders import whole_folder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +88,7 @@ def prepare(config: PrepareConfig) -> Path:
     if out.exists() and not _may_write(out, recipe, config.overwrite):
         _say(config, f"{out} is already prepared from the same text and options; nothing to do")
         return out
-    with whole_folder(out) as folder:
+    with whole_folder(out, DataError) as folder:
         dataset = build(config, domains, brought, recipe, folder)
     _say(config, _summary(dataset, out))
     return out

@@ -15,6 +15,7 @@ import tomli_w
 from nybble.errors import ConfigError
 
 T = TypeVar("T")
+_MARK = "# settings of nybble "
 
 
 def load_toml(path: Path, base: T) -> T:
@@ -51,6 +52,22 @@ def merge(base: T, values: dict[str, Any], source: str, section: str = "") -> T:
         return dataclasses.replace(base, **changes)  # type: ignore[type-var]
     except ConfigError as error:
         raise ConfigError(f"{source}: {section}{error}") from None
+
+
+def dump_run(config: Any, verb: str) -> str:
+    """The settings of a run of `verb`, which `check_verb` reads again."""
+    return f"{_MARK}{verb}\n{dump(config)}"
+
+
+def check_verb(file: Path, verb: str) -> None:
+    """Raise ConfigError if `file` holds the settings of a run of another verb."""
+    with open(file, encoding="utf-8", errors="replace") as lines:
+        first = lines.readline().strip()
+    if first.startswith(_MARK) and first != _MARK + verb:
+        other = first.removeprefix(_MARK)
+        raise ConfigError(
+            f"out: {file.parent} holds a run of `nybble {other}`; resume it with that, or name another folder"
+        )
 
 
 def dump(config: Any) -> str:

@@ -22,7 +22,7 @@ from nybble.parallel import Mesh, Monitor, convert, make_mesh, shard
 from nybble.parallel.launch import check_agreement, joined, named_loss, rank_device
 from nybble.pretrain import metrics
 from nybble.pretrain.config import PretrainConfig
-from nybble.pretrain.configfile import dump, flatten
+from nybble.pretrain.configfile import dump_run, flatten
 from nybble.pretrain.device import numerics_status, pick_device
 from nybble.pretrain.loop import train
 from nybble.pretrain.runfolder import RunFolder, environment
@@ -87,7 +87,7 @@ def _pretrain(
     try:
         start = session.restore() if resume else None
         numerics = numerics_status(device)
-        run.write("config.toml", dump(dataclasses.replace(config, out=run.path)))
+        run.write("config.toml", dump_run(dataclasses.replace(config, out=run.path), "pretrain"))
         run.write("env.json", environment(device, numerics, together.world()))
         run.write("precision.txt", report.table())
         _introduce(session, report, mesh, dataset, numerics, start if resume else None, resume)

@@ -33,7 +33,7 @@ from nybble.pretrain.config import (
     ScheduleConfig,
     ValidationConfig,
 )
-from nybble.pretrain.configfile import dump, flatten
+from nybble.pretrain.configfile import dump_run, flatten
 from nybble.pretrain.device import numerics_status, pick_device
 from nybble.pretrain.loop import train
 from nybble.pretrain.runfolder import RunFolder, environment
@@ -153,7 +153,7 @@ def _fine_tune(
     try:
         if resume:
             session.restore()
-        folder.write("config.toml", dump(dataclasses.replace(config, out=folder.path)))
+        folder.write("config.toml", dump_run(dataclasses.replace(config, out=folder.path), "sft"))
         folder.write("env.json", environment(device, numerics_status(device), together.world()))
         folder.write("precision.txt", trained.report.table())
         print(trained.report.table())

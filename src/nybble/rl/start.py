@@ -21,7 +21,7 @@ from nybble.errors import ConfigError, DataError
 from nybble.parallel.launch import check_agreement, joined, named_loss, rank_device
 from nybble.parallel.watch import Watch
 from nybble.pretrain import metrics
-from nybble.pretrain.configfile import dump, flatten
+from nybble.pretrain.configfile import dump_run, flatten
 from nybble.pretrain.device import numerics_status, pick_device
 from nybble.pretrain.runfolder import RunFolder, environment
 from nybble.pretrain.session import Session
@@ -125,7 +125,7 @@ def _reinforce(config: RLConfig, device: torch.device, *, resume: bool, overwrit
             updater=updater,
             given=given,
         )
-        folder.write("config.toml", dump(dataclasses.replace(config, out=folder.path)))
+        folder.write("config.toml", dump_run(dataclasses.replace(config, out=folder.path), "rl"))
         folder.write("env.json", environment(device, numerics_status(device), together.world()))
         folder.write("precision.txt", policy.table())
         _introduce(run, trained, start, numerics_status(device))

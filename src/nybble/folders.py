@@ -7,14 +7,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from nybble.errors import DataError
+from nybble.errors import NybbleError
 
 
 @contextmanager
-def whole_folder(out: Path) -> Iterator[Path]:
+def whole_folder(out: Path, failure: type[NybbleError]) -> Iterator[Path]:
     """A folder beside `out` that becomes `out` if the block ends well, and vanishes if it does not.
 
-    An older `out` is replaced only then. A failure to write is a DataError that says what to do.
+    An older `out`, folder or file, is replaced only then. A failure to write is a `failure` that says what to
+    do.
     """
     prefix = f".{out.name}.partial-{socket.gethostname()}-"
     folder = out.parent / f"{prefix}{os.getpid()}"
@@ -34,10 +35,10 @@ def whole_folder(out: Path) -> Iterator[Path]:
                 retired.rename(out)
             raise
         if retired:
-            shutil.rmtree(retired, ignore_errors=True)
+            shutil.rmtree(retired, ignore_errors=True) if retired.is_dir() else retired.unlink()
         _sync_folder(out.parent)
     except OSError as error:
-        raise DataError(
+        raise failure(
             f"cannot write {out}: {error.strerror or error}; free some space or choose another --out"
         ) from error
     finally:
