@@ -39,6 +39,8 @@ def calls(group: str) -> list[Call]:
             quantize(x, "nvfp4", outer="matrix", offs=OFFS, **stochastic(rows=ROWS)),
             values(x, "nvfp4", outer="tensor", **stochastic()),
             quantize(hostile(7, 40)[4:], "nvfp4-4over6", outer="row"),
+            quantize(x, "nvfp4-pow2", outer="row", **stochastic(rows=ROWS)),
+            values(x, "nvfp4-pow2", outer="row", offs=OFFS),
         ]
     if group == "other rows":
         return [
@@ -60,6 +62,7 @@ def calls(group: str) -> list[Call]:
             values(hostile(40, 20, torch.float32), "mxfp8", -2),
             quantize(hostile(40, 24), "mxfp4", -2, **stochastic()),
             quantize(hostile(33, 24), "nvfp4", -2, outer="row"),
+            quantize(hostile(33, 24), "nvfp4-pow2", -2, outer="matrix"),
         ]
     assert group == "codes"
     shape = [40, 24]

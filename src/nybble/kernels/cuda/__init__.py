@@ -18,8 +18,6 @@ def _can_run(fmt: Format) -> str | None:
         return f"{fmt.name} is a cast, which torch does"
     if fmt.four_over_six and fmt.square:
         return f"{fmt.name} adds the errors of a block in one sequence, which no kernel does"
-    if fmt.outer_pow2:
-        return f"{fmt.name} makes its outer scale a power of two, which no kernel does"
     from nybble.kernels.cuda import reasons
 
     return reasons.device(torch.device("cuda")) if torch.cuda.is_available() else "there is no CUDA device"

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from nybble.formats import blocks
+from nybble.formats.outer import power_of_two
 from nybble.formats.table import Format
 from nybble.kernels.cuda import decode as decode_kernel
 from nybble.kernels.cuda import launch_columns as by_columns
@@ -56,6 +57,8 @@ def run(job: Job, x: Tensor) -> tuple[Tensor, ...]:
 
 def _rows(job: Job, x: Tensor) -> tuple[Tensor, ...]:
     fmt, unit, (lead, height, width) = job.fmt, by_rows.unit_of(job.fmt), job.matrices
+    # A row's own amax is found in the same pass, unless it is to be made a power of two first.
+    in_pass = fmt.two_level and job.outer == "row" and not fmt.outer_pow2
     whole = fmt.block_cols is None or (fmt.two_level and job.outer == "row")
     flat_block = width % (fmt.block_cols or 1) == 0
     count = lead if fmt.two_level and job.outer == "matrix" else 1
@@ -67,14 +70,14 @@ def _rows(job: Job, x: Tensor) -> tuple[Tensor, ...]:
         rows = by_rows.as_rows(joined, unit)
     else:
         rows = by_rows.as_rows(by_rows.as_matrix(x), unit)
-        if fmt.two_level and job.outer != "row":
+        if fmt.two_level and not in_pass:
             group = _row_group(job, x.device)
     amax = torch.empty(job.amax_shape, dtype=torch.float32, device=x.device)
     mode = OUTER_NONE
     if fmt.two_level:
-        mode = OUTER_ROW if job.outer == "row" else OUTER_GIVEN
+        mode = OUTER_ROW if in_pass else OUTER_GIVEN
         if mode == OUTER_GIVEN:
-            amax = by_rows.measure(rows, job.amax_shape, group, job.offs)
+            amax = _rounded(fmt, by_rows.measure(rows, job.amax_shape, group, job.offs))
     height, padded = rows.x.shape
     if job.dtype is not None:
         values = torch.empty(height, padded, dtype=job.dtype, device=x.device)
@@ -90,9 +93,16 @@ def _rows(job: Job, x: Tensor) -> tuple[Tensor, ...]:
     return codes, scales.view(blocks.scale_shape(fmt, stored)), amax
 
 
+def _rounded(fmt: Format, amax: Tensor) -> Tensor:
+    """The outer amax as the format stores it."""
+    return power_of_two(fmt, amax) if fmt.outer_pow2 else amax
+
+
 def _row_group(job: Job, device: torch.device) -> Tensor:
     """int32: which outer amax each row has."""
     lead, height, _ = job.matrices
+    if job.outer == "row":
+        return torch.arange(lead * height, dtype=torch.int32, device=device)
     if job.outer == "matrix" and job.offs is not None:
         return by_rows.row_groups(job.offs, height)
     if job.outer == "matrix" and lead > 1:
@@ -107,7 +117,7 @@ def _columns(job: Job, x: Tensor) -> tuple[Tensor, ...]:
     mode = OUTER_NONE
     if fmt.two_level:
         mode = {"tensor": ONE, "row": PER_FEATURE}.get(job.outer, PER_LEAD if job.offs is None else PER_GROUP)
-        amax = _column_amax(job, x)
+        amax = _rounded(fmt, _column_amax(job, x))
         if mode == PER_FEATURE and source.shape[2] != width:
             amax_read = torch.nn.functional.pad(
                 amax.view(lead, width), (0, source.shape[2] - width)

@@ -34,8 +34,6 @@ def quantize(
     """For quantize (codes) and fake_quantize (values)."""
     if fmt.passthrough:
         return f"{fmt.name} is a cast, which torch does"
-    if fmt.outer_pow2:
-        return f"{fmt.name} makes its outer scale a power of two, which no kernel does"
     if math.prod(shape) == 0 or (offs is not None and offs.numel() == 0):
         return "there is nothing to quantise"
     lead = math.prod(shape[:-2])
