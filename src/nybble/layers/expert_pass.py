@@ -118,11 +118,20 @@ class Pass:
     ) -> tuple[Tensor, Tensor | None]:
         """(gate and up [R, 2I] without their scale, that scale)."""
         fprop = self.plan.up.spec.gemms.fprop
-        w = self.plan.up.fprop(weight, self.weight_key, BF16)
-        gate_up = gemm.grouped_rows(values, w.values, self.ends, True, clear=False)
+        gate_up, w_amax = self.multiply(values, self.plan.up, weight)
         return gate_up, factor if factor is not None else self.factors(
-            amax, fprop.x, "token", w.amax, fprop.w
+            amax, fprop.x, "token", w_amax, fprop.w
         )
+
+    def multiply(self, values: Tensor, operand: Weight, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """(fprop of rows with their experts' matrices, without scales; amax of those), on codes where that is
+        what is kept of them and rows are few."""
+        if gemm.few_rows(values, len(self.ends)):
+            codes = operand.fprop_codes(weight, self.weight_key)
+            if codes is not None:
+                return gemm.rows_times_codes(values, codes.codes, codes.scales, self.ends), codes.amax
+        w = operand.fprop(weight, self.weight_key, BF16)
+        return gemm.grouped_rows(values, w.values, self.ends, True, clear=False), w.amax
 
     def activate(self, gate_up: Tensor, factor: Tensor | None) -> tuple[kept.Saved, Tensor, Tensor]:
         """(what is kept of h [R, I], its values, amax)."""

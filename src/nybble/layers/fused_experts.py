@@ -61,10 +61,9 @@ class FusedExperts(torch.autograd.Function):
         gate_up, factor = run.up(x_rows, x_amax, w_up)
         saved_h, h, h_amax = run.activate(gate_up, factor)
         fprop = plan.down.spec.gemms.fprop
-        w = plan.down.fprop(w_down, weight_key, BF16)
-        out = gemm.grouped_rows(h, w.values, ends, True, clear=False)
+        out, w_amax = run.multiply(h, plan.down, w_down)
         # The epilogue's scale and the routing weight are one factor a row.
-        scale = run.factors(h_amax, fprop.x, "row", w.amax, fprop.w, run.weights)
+        scale = run.factors(h_amax, fprop.x, "row", w_amax, fprop.w, run.weights)
         y: Tensor = fused.combine_rows(out, scale, run.place, ends, plan.k)
         saved = [*saved_x, *saved_h, *([gate_up] if plan.keep_gate_up else [])]
         keys = (key.clone(), weight_key.clone())

@@ -18,6 +18,9 @@ from nybble.kernels.cpu.threads import each
 from nybble.kernels.expert_rows import zero_behind
 from nybble.kernels.fused import direct
 
+FEW_ROWS = 32
+"""Rows an expert, in the mean, up to which codes are multiplied as they are."""
+
 
 def matmul(a: Any, b: Any, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
     """a [M, C] @ b [C, N], times `scale` [M], [1] or [], in `dtype`; accumulated in FP32."""
@@ -51,6 +54,19 @@ def grouped_rows(a: Any, w: Any, offs: Tensor, transpose: bool, clear: bool = Tr
     if direct(a) and a.dtype == torch.bfloat16 and not clear:
         return F.grouped_mm(a, w.transpose(-2, -1) if transpose else w, offs=offs)
     return _grouped_rows(a, w, offs, transpose, clear)
+
+
+def few_rows(a: Tensor, experts: int) -> bool:
+    """Whether the rows of a product with experts are so few that a GPU had better multiply codes, where codes
+    are what it holds. Not inside a mode that looks at ops, such as the batch-invariant one."""
+    return direct(a) and a.dtype == torch.bfloat16 and a.shape[0] <= FEW_ROWS * experts
+
+
+def rows_times_codes(a: Tensor, codes: Tensor, scales: Tensor, offs: Tensor) -> Tensor:
+    """`grouped_rows` with the transposed matrices that NVFP4 codes [E, N, C / 2] and scales stand for."""
+    from nybble.kernels.cuda import coded_rows
+
+    return coded_rows.rows_times_codes(a, codes, scales, offs)
 
 
 def grouped_columns(a: Any, b: Any, offs: Tensor, dtype: torch.dtype) -> Tensor:

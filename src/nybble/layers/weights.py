@@ -102,6 +102,26 @@ class Weight(NamedTuple):
         """Operand of dx = dy @ W, along N; from the value that fprop used when the recipe says "forward"."""
         return self._operand("dgrad", weight, key, dtype)
 
+    def fprop_codes(self, weight: Tensor, key: Tensor) -> Codes | None:
+        """Codes of the operand of fprop, where those of NVFP4 in blocks along K are what is kept of it."""
+        fprop = self.spec.gemms.fprop.w
+        fmt = formats.get(fprop.format)
+        plain = fmt.packed and fmt.scale == "e4m3" and fmt.block_rows == 1 and not fprop.hadamard
+        if self.cache is None or not plain or self._mode(weight, torch.bfloat16) != "codes":
+            return None
+        hit = self.cache.kept.get("fprop") if self.tag is None else self.cache.get("fprop", self.tag)
+        if hit is None and self.tag is not None:
+            hit = self.cache.kept["fprop"] = self._codes("fprop", weight, key)
+        return hit if isinstance(hit, Codes) else None
+
+    def _mode(self, weight: Tensor, dtype: torch.dtype) -> str:
+        """Whether "codes" or "values" of this size are kept."""
+        assert self.cache is not None
+        if self.cache.mode != "auto":
+            return self.cache.mode
+        size = weight.numel() * dtype.itemsize
+        return "values" if size <= VALUES_LIMIT.get(weight.device.type, 0) else "codes"
+
     def _operand(self, name: str, weight: Tensor, key: Tensor, dtype: torch.dtype) -> Values:
         if self._same() and name == "dgrad":
             values, amax = self._operand("fprop", weight, key, dtype)
@@ -116,11 +136,7 @@ class Weight(NamedTuple):
             return hit
         if self.tag is None:
             return self._compute(name, weight, key, dtype)
-        mode = self.cache.mode
-        if mode == "auto":
-            size = weight.numel() * dtype.itemsize
-            mode = "values" if size <= VALUES_LIMIT.get(weight.device.type, 0) else "codes"
-        if mode == "codes":
+        if self._mode(weight, dtype) == "codes":
             codes = self._codes(name, weight, key)
             self.cache.kept[slot] = codes
             return self._decode(name, codes, weight, dtype)

@@ -22,6 +22,10 @@ def test_interpreted_batch_invariant_kernels():
     run("interpreted_invariant.py")
 
 
+def test_interpreted_rows_times_codes():
+    run("interpreted_coded_rows.py")
+
+
 def run(name: str, *arguments: str) -> None:
     script = Path(__file__).with_name(name)
     done = subprocess.run(
