@@ -3,10 +3,10 @@
     python benchmarks/expert_traffic.py link       # Linux, root: a network namespace with a rate limit
     python benchmarks/expert_traffic.py kernels    # one CUDA device
 
-`link` starts two ranks (gloo, CPU) whose loopback is limited to the rate and runs one layer of experts
-forward and backward with each choice of legs; bytes are those of the buffers that left a rank. `kernels`
-times packing and unpacking as shares of the bandwidth of a copy; a row counts each byte once that the
-operation must read or write.
+`link` starts two ranks (gloo, CPU, a core each) whose loopback is limited to a rate and runs one layer of
+experts forward and backward with each choice of legs; bytes are those of the buffers that left a rank.
+`kernels` times packing and unpacking as shares of the bandwidth of a copy; a row counts each byte once that
+the operation must read or write.
 """
 
 import json
@@ -32,8 +32,8 @@ from nybble.recipes import LEGS
 class Link:
     """A step of one layer over a slow link."""
 
-    megabit: int = 50
-    """Rate of the link, both directions together."""
+    megabit: tuple[int, ...] = (50, 100, 200)
+    """Rates of the link, both directions together."""
     tokens: int = 1024
     """Of each rank."""
     hidden: int = 1024
@@ -82,6 +82,8 @@ def rank(config: Link) -> None:
     from nybble.parallel.launch import joined
 
     torch.set_num_threads(1)
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[int(os.environ["RANK"]) % len(cores)]})
     found: dict[str, Any] = {}
     monitor = Monitor()
     with joined(torch.device("cpu"), monitor.watch, slow_s=60, timeout_s=300):
@@ -119,14 +121,20 @@ def rank(config: Link) -> None:
 
 
 def link(config: Link) -> None:
-    """Both ranks in a network namespace of their own, and the table."""
+    """Both ranks in a network namespace of their own, and the table of each rate."""
     if shutil.which("unshare") is None or shutil.which("tc") is None or os.geteuid() != 0:
         sys.exit("link needs Linux, root, unshare and tc")
-    words = [f"--{k}={v}" for k, v in vars(config).items()]
+    for rate in config.megabit:
+        _table(config, rate, _limited(config, rate))
+
+
+def _limited(config: Link, rate: int) -> dict[str, Any]:
+    """What rank 0 found over a link of `rate` Mbit/s."""
+    words = [f"--{k}={v}" for k, v in vars(config).items() if k != "megabit"]
     ranks = " & ".join(f"RANK={r} {sys.executable} {__file__} rank {' '.join(words)}" for r in range(2))
     script = (
         "ip link set lo up && "
-        f"tc qdisc add dev lo root tbf rate {config.megabit}mbit burst 128kb latency 400ms && "
+        f"tc qdisc add dev lo root tbf rate {rate}mbit burst 128kb latency 400ms && "
         f"{{ {ranks} & wait; }}"
     )
     environment = os.environ | {
@@ -138,17 +146,22 @@ def link(config: Link) -> None:
     lines = [line for line in done.stderr.splitlines() if line.startswith("{")]
     if not lines:
         sys.exit(f"the ranks failed:\n{done.stderr[-2000:]}")
-    found = json.loads(lines[-1])
+    return dict(json.loads(lines[-1]))
+
+
+def _table(config: Link, rate: int, found: dict[str, Any]) -> None:
     base = found["bf16"]
-    print(f"two ranks over {config.megabit} Mbit/s, {config.tokens} tokens each, hidden size {config.hidden}")
+    print(f"two ranks over {rate} Mbit/s, {config.tokens} tokens each, hidden size {config.hidden}")
     print("| legs | bytes of dispatch | of combine | to bf16 | forward, s | faster | step, s | faster |")
     print("|---|---|---|---|---|---|---|---|")
     for name, row in found.items():
         count = row["bytes"]
         share = sum(count[leg] for leg in LEGS) / sum(base["bytes"][leg] for leg in LEGS)
         print(
-            f"| {name} | {count['dispatch']} | {count['combine']} | {share:.3f} | {row['forward']:.3f} | "
-            f"{base['forward'] / row['forward']:.2f} | {row['step']:.3f} | {base['step'] / row['step']:.2f} |"
+            f"| {name} | {count['dispatch']} | {count['combine']} | {share:.3f} | {row['forward']:.3f} "
+            f"| {base['forward'] / row['forward']:.2f} | {row['step']:.3f} "
+            f"| {base['step'] / row['step']:.2f} |",
+            flush=True,
         )
 
 

@@ -60,13 +60,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if debug or not _is_users(error):
             raise
         from nybble.errors import StoppedError
-        from nybble.together import OtherRankError
+        from nybble.together import OtherRankError, echoes
 
-        if isinstance(error, OtherRankError):
-            return 1  # the other rank has said why
+        status = error.status if isinstance(error, StoppedError) else 1
+        if isinstance(error, OtherRankError) or echoes(error):
+            return status  # the other rank has said why
         if isinstance(error, StoppedError):
             print(_sentence(error), file=sys.stderr)
-            return error.status
+            return status
         return _fail(_sentence(error))
 
 

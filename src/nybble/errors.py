@@ -40,3 +40,7 @@ class StoppedError(NybbleError):
 
 class EngineError(NybbleError):
     """A server that samples is dead, refuses, or answers what cannot be used; the message names it."""
+
+
+class ExchangeError(NybbleError):
+    """An exchange between ranks failed, because another rank is gone or late."""

@@ -22,6 +22,17 @@ class OtherRankError(NybbleError):
     """Another rank failed, and says why itself."""
 
 
+class OwnError(NybbleError):
+    """A problem of this rank that the others of its machine need not have."""
+
+
+def echoes(error: BaseException) -> bool:
+    """Whether the first rank of this machine says the same: what is wrong before ranks join is wrong for
+    all."""
+    alone = not launched() or dist.is_initialized() or isinstance(error, OwnError)
+    return not alone and os.environ.get("LOCAL_RANK", "0") != "0"
+
+
 def active() -> bool:
     """Whether this process is one of several ranks."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1

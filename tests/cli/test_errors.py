@@ -162,3 +162,16 @@ def test_recipes_and_inspect_show_what_they_say(capsys: pytest.CaptureFixture[st
     shown = capsys.readouterr().out
     assert "mlp.experts" in shown
     assert "mxfp8" in shown
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_of_several_ranks_one_on_each_machine_says_what_is_wrong_with_the_flags(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, rank: str
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_RANK", rank)
+    assert cli.main(["pretrain", "tinny"]) == 1
+    assert bool(capsys.readouterr().err) == (rank == "0")
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["pretrain", "tiny", "--lr", "abc"])
+    assert bool(capsys.readouterr().err) == (rank == "0")

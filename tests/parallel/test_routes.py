@@ -7,7 +7,7 @@ from nybble.errors import RecipeError
 from nybble.parallel import convert
 from nybble.parallel.convert import _check
 from nybble.parallel.routes import routes, wanted
-from nybble.recipes import load_recipe
+from nybble.recipes import LEGS, load_recipe
 
 
 @pytest.mark.parametrize(
@@ -59,3 +59,5 @@ def test_without_a_mesh_it_is_the_plain_conversion():
     assert model.experts.exchange is None
     assert report.state.part == 0
     assert "combine mxfp8" in report.table()
+    every = convert(Model(), recipe({"combine": "mxfp8"}), legs="nvfp4").table()
+    assert all(f"{leg} nvfp4" in every for leg in LEGS)

@@ -38,5 +38,10 @@ def parse_flags(cls: type[T], arguments: list[str], verb: str, default: T | None
             if isinstance(cause, NybbleError):
                 raise cause from None
             cause = cause.__cause__ or cause.__context__
+        if stop.code:
+            from nybble.together import echoes
+
+            if echoes(stop):
+                raise
         sys.stderr.write(printed.getvalue())
         raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from nybble.layers.experts import up_name
 from nybble.parallel.exchange import Exchange
 from nybble.parallel.mesh import Mesh, expert_mesh, part
 from nybble.parallel.wire import Monitor, Wire
-from nybble.recipes import Recipe, Row, Traffic, load_recipe, resolve
+from nybble.recipes import LEGS, Recipe, Row, Traffic, load_recipe, resolve
 
 
 def convert(
@@ -30,6 +31,7 @@ def convert(
     *,
     mesh: Mesh | DeviceMesh | None = None,
     monitor: Monitor | None = None,
+    legs: str | None = None,
 ) -> Report:
     """Give each linear layer and each module of fused experts in `model` the precision that `recipe` says.
 
@@ -43,11 +45,14 @@ def convert(
         model, recipe, seed, steps: as for `nybble.layers.convert`.
         mesh: from `make_mesh`, or a DeviceMesh of your own; every rank of it has tokens of its own.
         monitor: what the exchanges report to; a new one if None.
+        legs: format of all four legs, in place of the recipe's `[traffic]`.
     Raises:
         RecipeError: as `nybble.layers.convert`, and where experts cannot be shared out. The model is then
         unchanged.
     """
     chosen = load_recipe(recipe)
+    if legs is not None:
+        chosen = replace(chosen, traffic=Traffic(**dict.fromkeys(LEGS, legs)))
     if mesh is None:
         return convert_layers(model, chosen, seed, steps)
     ranks = expert_mesh(mesh)

@@ -6,6 +6,7 @@ import contextlib
 import datetime
 import hashlib
 import os
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,7 +19,7 @@ import torch.distributed as dist
 
 import nybble
 from nybble import together
-from nybble.errors import ConfigError, NybbleError
+from nybble.errors import ConfigError, ExchangeError, NybbleError
 from nybble.parallel.meeting import meet
 from nybble.parallel.watch import Watch
 
@@ -51,10 +52,29 @@ def joined(device: torch.device, watch: Watch, *, slow_s: float, timeout_s: floa
                 nothing = stack.enter_context(open(os.devnull, "w", encoding="utf-8"))
                 stack.enter_context(contextlib.redirect_stdout(nothing))
             yield
+    except NybbleError as error:
+        raise _said_once(error, store, rank) from error.__cause__
     finally:
         watch.close()
         if sys.exc_info()[0] is None:  # after an error the others may never come to the end
             dist.destroy_process_group()
+
+
+def _said_once(error: NybbleError, store: dist.Store, rank: int) -> NybbleError:
+    """The error with its rank named, for the first rank that has it: the others end without a word."""
+    if isinstance(error, together.OtherRankError):
+        return error
+    sentence = re.sub(r"^rank \d+: ", "", str(error))
+    # Ranks that lose another one say so with addresses of their own.
+    thing = "exchange" if isinstance(error, ExchangeError) else hashlib.sha256(sentence.encode()).hexdigest()
+    try:
+        first = store.add(f"said/{thing}", 1) == 1
+    except dist.DistError:  # the store is gone with its process
+        first = True
+    if not first:
+        return together.OtherRankError(f"another rank has said: {sentence}")
+    error.args = (f"rank {rank}: {sentence}",)
+    return error
 
 
 @contextmanager
@@ -67,7 +87,8 @@ def named_loss(watch: Watch) -> Iterator[None]:
         if not (together.active() and lost):
             raise
         place = f"rank {dist.get_rank()}: step {watch.step}"
-        raise NybbleError(f"{place}: an exchange failed, so another rank is gone or late: {error}") from error
+        sentence = f"{place}: an exchange failed, so another rank is gone or late: {error}"
+        raise ExchangeError(sentence) from error
 
 
 def rank_device(device: torch.device) -> torch.device:
@@ -76,7 +97,7 @@ def rank_device(device: torch.device) -> torch.device:
         return device
     local, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
     if local >= count:
-        raise ConfigError(
+        raise together.OwnError(
             f"rank {local} of this machine has no GPU: it has {count}; start so many ranks at most"
         )
     return torch.device("cuda", local)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 
 import torch.distributed as dist
 
-from nybble.errors import NybbleError
+from nybble.together import OwnError
 
 POLL_S = (0.02, 0.5)
 """Seconds between two looks into the store, at first and at most."""
@@ -26,7 +26,7 @@ _NAME = "nybble/start"
 def meet(store: dist.Store, rank: int, world: int, *, slow_s: float, timeout_s: float) -> dist.Store:
     """The part of `store` that belongs to this start of the job; returns once all ranks are there.
 
-    After `slow_s` stderr says who is missing. Raises NybbleError after `timeout_s`.
+    After `slow_s` stderr says who is missing. Raises OwnError after `timeout_s`.
     """
     mine = uuid.uuid4().hex
     missing = list(range(1, world))
@@ -61,7 +61,7 @@ def _looks(state: Callable[[], str], slow_s: float, timeout_s: float) -> Iterato
         yield
         time.sleep(pause)
         pause = min(POLL_S[1], 1.5 * pause)
-    raise NybbleError(
+    raise OwnError(
         f"{state()}, for {timeout_s:.0f} s; look for its own error, or give it longer with --exchange-limit"
     )
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch.distributed as dist
 from torch import Tensor
 
-from nybble.errors import NybbleError
+from nybble.errors import ExchangeError
 from nybble.parallel.traffic import Meter
 from nybble.parallel.watch import Watch
 
@@ -43,9 +43,9 @@ class Wire:
             raise self.fault(leg, error) from error
         return Pending(self, leg, out, work)
 
-    def fault(self, leg: str, error: BaseException) -> NybbleError:
+    def fault(self, leg: str, error: BaseException) -> ExchangeError:
         """The error of an exchange that failed, with its place."""
-        return NybbleError(
+        return ExchangeError(
             f"rank {dist.get_rank()}: step {self.monitor.watch.step}, {self.layer}, {leg}: "
             f"the exchange failed, so another rank is gone or late: {error}"
         )

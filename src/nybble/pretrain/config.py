@@ -140,12 +140,19 @@ class ParallelConfig:
     """Groups of ranks that hold a copy of the whole model each (HSDP); 1 shards it over all."""
     reshard: bool = True
     """Free gathered parameters after the forward pass and gather them again for the backward pass."""
+    traffic: Literal["recipe", "bf16", "mxfp8", "nvfp4"] = "recipe"
+    """Format in which all four legs between ranks that share experts travel, in place of the recipe's."""
     gather: Literal["fp32", "bf16"] = "fp32"
     """In which dtype parameters are gathered; bf16 halves that traffic, but rounds before quantising."""
     slow_exchange: float = 30.0
     """Seconds of waiting for other ranks after which the step, the layer and the leg are reported."""
     exchange_limit: float = 600.0
     """Seconds of waiting for other ranks that end the run."""
+
+    @property
+    def legs(self) -> str | None:
+        """The format of all legs; None where the recipe says it."""
+        return None if self.traffic == "recipe" else self.traffic
 
     def __post_init__(self) -> None:
         _require(

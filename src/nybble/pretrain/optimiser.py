@@ -12,10 +12,10 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 
-from nybble import together
-from nybble.errors import CheckpointError, ConfigError
+from nybble.errors import CheckpointError
 from nybble.parallel.gradients import by_mesh, clip, total_norm
 from nybble.pretrain.config import OptimiserConfig
+from nybble.pretrain.muon import Muon
 
 
 class Optimiser:
@@ -107,18 +107,8 @@ def _build(
     by_muon = _muon_filter(model) if config.optimiser == "muon" else (lambda _: False)
     parts: list[torch.optim.Optimizer] = []
     muon = [(name, p) for name, p in named.items() if by_muon(p)]
-    if muon and together.active():
-        raise ConfigError("optimiser muon needs whole matrices, and ranks hold parts of them; use adamw")
     if muon:
-        parts.append(
-            torch.optim.Muon(
-                muon,
-                lr=config.lr,
-                weight_decay=config.weight_decay,
-                momentum=config.momentum,
-                adjust_lr_fn="match_rms_adamw",
-            )
-        )
+        parts.append(Muon(muon, lr=config.lr, weight_decay=config.weight_decay, momentum=config.momentum))
     rest = [p for p in named.values() if not by_muon(p)]
     decays = ((lambda p: is_matrix(p), config.weight_decay), (lambda p: not is_matrix(p), 0.0))
     # Parameters that lie on different arrangements of ranks cannot share a fused call.

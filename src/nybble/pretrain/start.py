@@ -127,7 +127,8 @@ def build_model(
     if recipe.masters == "bf16":
         model.to(torch.bfloat16)
     model.to(device)
-    report = convert(model, recipe, steps=config.schedule.steps, mesh=mesh, monitor=monitor)
+    steps, legs = config.schedule.steps, config.parallel.legs
+    report = convert(model, recipe, steps=steps, mesh=mesh, monitor=monitor, legs=legs)
     model.checkpoint_layers(config.activation_checkpointing)
     if config.compile:
         model.compile()

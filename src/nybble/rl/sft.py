@@ -183,8 +183,8 @@ def share_out(
         expert_parallel=config.parallel.expert_parallel,
         replicate=config.parallel.replicate,
     )
-    steps = config.schedule.steps
-    report = convert(trained.model, trained.recipe, steps=steps, mesh=mesh, monitor=monitor)
+    steps, legs = config.schedule.steps, config.parallel.legs
+    report = convert(trained.model, trained.recipe, steps=steps, mesh=mesh, monitor=monitor, legs=legs)
     gather = torch.bfloat16 if config.parallel.gather == "bf16" else None
     shard(trained.model, mesh, gather=gather, reshard=config.parallel.reshard)
     print(f"ranks   {mesh.text()}")
