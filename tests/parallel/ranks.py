@@ -48,6 +48,14 @@ def run(world: int, function: Callable[..., Any], *arguments: Any, timeout: floa
     return [result for _, result in results]
 
 
+def launcher() -> tuple[Any, dict[str, str]]:
+    """A store that outlives ranks, as torchrun's does, and the environment of those that use it."""
+    import torch.distributed as dist
+
+    store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    return store, {"MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+
+
 class Job:
     def __init__(
         self, world: int, function: Callable[..., Any], arguments: tuple[Any, ...], shared: dict[str, str]

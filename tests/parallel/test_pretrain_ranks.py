@@ -65,6 +65,21 @@ def test_losses_equal_those_of_one_process(one, two):
         assert a.get("tokens_per_expert") == b.get("tokens_per_expert")
 
 
+def test_experts_gathered_as_codes_are_those_gathered_whole(folder):
+    """Both ranks have all experts. Codes are kept over micro-batches, and another number of ranks goes on."""
+    more = ["--expert-parallel", "1", "--accumulate", "2", "--no-reshard"]
+    whole, codes = (
+        words(folder, f"gather-{how}", "plain.toml", *more, "--gather", how) for how in ("fp32", "nvfp4")
+    )
+    ranks.run(2, run_cases.pretrain, whole)
+    ranks.run(2, run_cases.pretrain, codes)
+    assert rows(folder / "gather-nvfp4") == rows(folder / "gather-fp32")
+    run = folder / "gather-nvfp4"
+    shutil.rmtree(run / "checkpoints" / f"step_{STEPS:08d}")
+    ranks.run(1, run_cases.pretrain, [*codes, "--resume"])
+    assert rows(run)[-1]["loss"] == pytest.approx(rows(folder / "gather-fp32")[-1]["loss"], rel=1e-5)
+
+
 def test_muon_takes_whole_matrices_of_which_ranks_hold_parts(folder):
     """Its products are in BF16, where a last bit of a gradient may change a step by some thousandths."""
     for world in (1, 2):
@@ -138,11 +153,14 @@ def test_the_exported_folder_is_whole(one, two):
     [
         (["--expert-parallel", "3"], "expert_parallel is 3, which does not divide the 2 ranks"),
         (["--replicate", "5"], "replicate is 5, which does not divide the 2 ranks"),
+        (["--gather", "nvfp4"], "gather nvfp4 has nothing to gather: no two ranks have the same experts"),
         (["--batch", "3"], "batch is 3 sequences, which 2 ranks cannot share out equally"),
     ],
 )
 def test_settings_that_no_ranks_can_follow_are_refused(folder, more, sentence):
-    results = ranks.start(2, run_cases.pretrain, words(folder, "refused", "plain.toml", *more)).wait(60)
+    _store, environment = ranks.launcher()
+    refused = words(folder, "refused", "plain.toml", *more)
+    results = ranks.start(2, run_cases.pretrain, refused, **environment).wait(60)
     assert all(not ok and sentence in text for ok, text in results)
     # One of them says it, and which one.
     assert sorted("OtherRankError" in text.splitlines()[-1] for _, text in results) == [False, True]

@@ -40,6 +40,15 @@ class Exchange(Protocol):
     ) -> Tensor: ...
 
 
+class Gather(Protocol):
+    """Brings together the weights of experts of which ranks hold parts; see `nybble.parallel`."""
+
+    def __call__(self, experts: "Experts", part: Tensor, which: int) -> tuple[Tensor, Codes]:
+        """(the shape of a weight whose gradient goes to those who hold it, the codes of its operand of
+        fprop); `part` is what is held here of the first weight (0) or the second (1)."""
+        ...
+
+
 class Experts(nn.Module):
     """Fused experts with the GEMMs of a recipe; `convert` mixes it into the model's own class."""
 
@@ -53,6 +62,8 @@ class Experts(nn.Module):
     """Where other ranks have experts of this module too."""
     first_expert: int = 0
     """Experts on ranks before this one."""
+    gather: Gather | None = None
+    """Where ranks hold parts of the weights that this one computes with."""
 
     def forward(
         self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, rows: Tensor | None = None
@@ -73,7 +84,7 @@ class Experts(nn.Module):
             y = self.compute(x, top_k_index, top_k_weights, rows)
         else:
             y = self.exchange(self, x, top_k_index, top_k_weights, rows)
-        return y.view(hidden_states.shape)
+        return y if y.shape == hidden_states.shape else y.view(hidden_states.shape)  # FSDP warns of views
 
     def compute(
         self,
@@ -91,11 +102,14 @@ class Experts(nn.Module):
             arrived: codes of x as the operand of fprop, where x came as those; x is then only a shape.
         """
         up, down = local(getattr(self, up_name(self))), local(self.down_proj)
+        up_codes = down_codes = None
+        if self.gather is not None:
+            (up, up_codes), (down, down_codes) = self.gather(self, up, 0), self.gather(self, down, 1)
         grad = torch.is_grad_enabled()
         recompute = self.keep == "recompute" and kept.repeatable(x, self.specs[0].gemms)
         plan = Plan(
-            up=self._planned(up, 0),
-            down=self._planned(down, 1),
+            up=self._planned(up, 0)._replace(codes=up_codes),
+            down=self._planned(down, 1)._replace(codes=down_codes),
             activation=Activation(self),
             k=top_k_index.shape[-1],
             keep_x=grad and (up.requires_grad or recompute),

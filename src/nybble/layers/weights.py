@@ -93,6 +93,8 @@ class Weight(NamedTuple):
     """What the weight was at the forward pass; None when the cache was filled by `refresh`."""
     first: int = 0
     """Elements of the whole weight before this part of it, by which its draws are shifted."""
+    codes: Codes | None = None
+    """The operand of fprop where the weight itself is not here, and no more than a shape."""
 
     def fprop(self, weight: Tensor, key: Tensor, dtype: torch.dtype) -> Values:
         """Operand of y = x @ W.T, along K."""
@@ -167,25 +169,32 @@ class Weight(NamedTuple):
         weight = weight.detach()
         gemms = self.spec.gemms
         if name == "fprop":
+            if self.codes is not None:
+                return self._decode(name, self.codes, weight, dtype)
             return cast(weight, gemms.fprop.w, -1, dtype, self._draw(Role.FPROP_W, key))
         draw = self._draw(Role.DGRAD_W, key)
         if gemms.dgrad.w.source == "original":
             return cast(weight, gemms.dgrad.w, -2, dtype, draw)
-        forward = encode(weight, gemms.fprop.w, -1, self._draw(Role.FPROP_W, key))
+        forward = self.forward_codes(weight, key)
         return recast(forward, gemms.fprop.w, -1, weight.shape, gemms.dgrad.w, -2, dtype, draw)
 
     def _codes(self, name: str, weight: Tensor, key: Tensor) -> Codes:
         weight = weight.detach()
         gemms = self.spec.gemms
-        forward_draw = self._draw(Role.FPROP_W, key)
         if name == "fprop":
-            return encode(weight, gemms.fprop.w, -1, forward_draw)
+            return self.forward_codes(weight, key)
         draw = self._draw(Role.DGRAD_W, key)
         if gemms.dgrad.w.source == "original":
             return encode(weight, gemms.dgrad.w, -2, draw)
-        forward = encode(weight, gemms.fprop.w, -1, forward_draw)
+        forward = self.forward_codes(weight, key)
         full = decode(forward, gemms.fprop.w, -1, weight.shape, torch.float32, apply_outer=True)
         return encode(full, gemms.dgrad.w, -2, draw)
+
+    def forward_codes(self, weight: Tensor, key: Tensor) -> Codes:
+        """Codes of the operand of fprop."""
+        if self.codes is not None:
+            return self.codes
+        return encode(weight.detach(), self.spec.gemms.fprop.w, -1, self._draw(Role.FPROP_W, key))
 
     def _decode(self, name: str, codes: Codes, weight: Tensor, dtype: torch.dtype) -> Values:
         gemms = self.spec.gemms

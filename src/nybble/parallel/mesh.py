@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -34,6 +35,16 @@ class Mesh:
     def expert_parallel(self) -> int:
         """Ranks that share out experts."""
         return self.sparse[EXPERT].size()
+
+    @cached_property
+    def holders(self) -> DeviceMesh:
+        """(replicate, shard), or (shard) alone, for experts that are shared out along fsdp and expert: ranks
+        with the same ones are neighbours."""
+        whole = self.dense
+        if self.expert_parallel > 1:
+            order = self.sparse.mesh.transpose(1, 2).flatten(1)
+            whole = DeviceMesh(self.sparse.device_type, order, mesh_dim_names=("replicate", "shard"))
+        return whole if whole["replicate"].size() > 1 else whole["shard"]
 
     def text(self) -> str:
         """`8 ranks: 1 replicate x 2 fsdp x 4 expert`."""

@@ -142,8 +142,10 @@ class ParallelConfig:
     """Free gathered parameters after the forward pass and gather them again for the backward pass."""
     traffic: Literal["recipe", "bf16", "mxfp8", "nvfp4"] = "recipe"
     """Format in which all four legs between ranks that share experts travel, in place of the recipe's."""
-    gather: Literal["fp32", "bf16"] = "fp32"
-    """In which dtype parameters are gathered; bf16 halves that traffic, but rounds before quantising."""
+    gather: Literal["fp32", "bf16", "nvfp4"] = "fp32"
+    """How parameters are gathered. bf16 halves that traffic, but rounds before quantising; nvfp4 takes the
+    codes of experts whose recipe needs no more, quantised once by their owner, and the rest in FP32.
+    """
     slow_exchange: float = 30.0
     """Seconds of waiting for other ranks after which the step, the layer and the leg are reported."""
     exchange_limit: float = 600.0

@@ -134,8 +134,8 @@ def build_model(
         model.compile()
     regions.enable(config.graph)
     if mesh is not None:
-        gather = torch.bfloat16 if config.parallel.gather == "bf16" else None
-        shard(model, mesh, gather=gather, reshard=config.parallel.reshard)
+        gather, reshard = config.parallel.gather, config.parallel.reshard
+        shard(model, mesh, gather=gather, reshard=reshard, monitor=monitor)
     return model, report
 
 

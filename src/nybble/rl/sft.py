@@ -185,8 +185,8 @@ def share_out(
     )
     steps, legs = config.schedule.steps, config.parallel.legs
     report = convert(trained.model, trained.recipe, steps=steps, mesh=mesh, monitor=monitor, legs=legs)
-    gather = torch.bfloat16 if config.parallel.gather == "bf16" else None
-    shard(trained.model, mesh, gather=gather, reshard=config.parallel.reshard)
+    gather, reshard = config.parallel.gather, config.parallel.reshard
+    shard(trained.model, mesh, gather=gather, reshard=reshard, monitor=monitor)
     print(f"ranks   {mesh.text()}")
     return dataclasses.replace(trained, report=report)
 
