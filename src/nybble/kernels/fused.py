@@ -1,6 +1,5 @@
 """The passes of `expert_rows.py` as custom ops in the namespace `nybble`, which kernels of GPUs serve too."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -8,40 +7,16 @@ from torch import Tensor
 
 from nybble.formats import ops, table
 from nybble.kernels import expert_rows
-
-
-class Pass:
-    """A custom op that a GPU's kernels are called without, where nobody looks at ops."""
-
-    def __init__(self, name: str) -> None:
-        self.op = torch.library.custom_op(f"nybble::{name}", getattr(expert_rows, name), mutates_args=())
-        self.register_fake = self.op.register_fake
-        self.on_gpu: Callable[..., Any] | None = None
-
-    def register_kernel(self, device_type: str, function: Callable[..., Any]) -> None:
-        """Let `function` serve tensors of a device type."""
-        self.op.register_kernel(device_type)(function)
-        if device_type == "cuda":
-            self.on_gpu = function
-
-    def __call__(self, *arguments: Any) -> Any:
-        if self.on_gpu is not None and direct(arguments[0]):
-            return self.on_gpu(*arguments)
-        return self.op(*arguments)
+from nybble.kernels.direct import Op, unseen
 
 
 def direct(x: Any) -> bool:
-    """Whether a kernel on `x` may be launched without an op around it, which costs more than the launch."""
-    return (
-        type(x) is Tensor
-        and x.is_cuda
-        and not torch.compiler.is_compiling()
-        and torch._C._len_torch_dispatch_stack() == 0
-    )
+    """Whether a kernel on `x`, on a GPU, may be launched without an op around it."""
+    return unseen(x) and bool(x.is_cuda)
 
 
-def _op(name: str) -> Any:
-    return Pass(name)
+def _op(name: str) -> Op:
+    return Op(torch.library.custom_op(f"nybble::{name}", getattr(expert_rows, name), mutates_args=()))
 
 
 row_factors = _op("row_factors")

@@ -15,7 +15,7 @@ import nybble.kernels  # noqa: F401  (registers the fast implementations of the 
 from nybble import formats
 from nybble.formats import e4m3, grouped, hadamard
 from nybble.formats import outer as outer_scale
-from nybble.kernels import blackwell, fused, hopper
+from nybble.kernels import blackwell, direct, fused, hopper
 from nybble.kernels.expert_rows import fp8_ends
 from nybble.kernels.hopper import FP8
 from nybble.recipes import Operand
@@ -81,7 +81,7 @@ def transformed(
         return x, draw, offs
     key = draw.key if spec.signs == "drawn" else None
     shared = SIGNS + (draw.operand & ~1)  # the two operands of a product have numbers 2n and 2n + 1
-    y = torch.ops.nybble.hadamard(x, axis, spec.hadamard, key, draw.layer, shared, offs)
+    y = direct.hadamard(x, axis, spec.hadamard, key, draw.layer, shared, offs)
     rows = draw.rows
     if offs is None:
         if rows is not None and axis == -2:
@@ -134,9 +134,7 @@ def _encode(x: Tensor, spec: Operand, axis: int, draw: Draw, offs: Tensor | None
     if spec.format in _PLAIN:
         none = x.new_empty(0, dtype=torch.float32)
         return Codes(x.to(_PLAIN[spec.format]), none, none)
-    return Codes(
-        *torch.ops.nybble.quantize(x, spec.format, axis, spec.rounding, spec.outer, *_draw(spec, draw), offs)
-    )
+    return Codes(*direct.quantize(x, spec.format, axis, spec.rounding, spec.outer, *_draw(spec, draw), offs))
 
 
 def decode(
@@ -154,9 +152,7 @@ def decode(
         return blackwell.coded(codes.codes, codes.scales, spec.format, tuple(shape), axis)
     if dtype == FP8:
         return hopper.row_scaled(codes.codes, codes.scales)
-    out: Tensor = torch.ops.nybble.dequantize(
-        *codes, spec.format, axis, shape, dtype, spec.outer, apply_outer
-    )
+    out: Tensor = direct.dequantize(*codes, spec.format, axis, shape, dtype, spec.outer, apply_outer)
     return out
 
 
@@ -179,7 +175,7 @@ def cast(
         codes = _encode(x, spec, axis, draw, offs)
         return Values(hopper.row_scaled(codes.codes, codes.scales), codes.amax)
     return Values(
-        *torch.ops.nybble.fake_quantize(
+        *direct.fake_quantize(
             x, spec.format, dtype, axis, spec.rounding, spec.outer, *_draw(spec, draw), offs
         )
     )
@@ -204,7 +200,7 @@ def recast(
             decode(codes, spec, axis, shape, torch.float32, apply_outer=True), to, to_axis, dtype, draw, offs
         )
     if dtype == NATIVE:
-        new, scales, amax = torch.ops.nybble.requantize(
+        new, scales, amax = direct.requantize(
             *codes, spec.format, axis, spec.outer, shape, to.format, to_axis,
             to.rounding, to.outer, *_draw(to, draw), offs,
         )  # fmt: skip
@@ -214,13 +210,13 @@ def recast(
             decode(codes, spec, axis, shape, torch.float32, apply_outer=True), to, to_axis, dtype, draw, offs
         )
     if dtype == FP8:
-        new, scales, amax = torch.ops.nybble.requantize(
+        new, scales, amax = direct.requantize(
             *codes, spec.format, axis, spec.outer, shape, to.format, to_axis,
             to.rounding, to.outer, *_draw(to, draw), offs,
         )  # fmt: skip
         return Values(hopper.row_scaled(new, scales), amax)
     return Values(
-        *torch.ops.nybble.fake_requantize(
+        *direct.fake_requantize(
             *codes, spec.format, axis, spec.outer, shape, to.format, to_axis, dtype,
             to.rounding, to.outer, *_draw(to, draw), offs,
         )

@@ -5,10 +5,10 @@ numba is imported, and kernels are compiled, when an op first runs.
 
 from typing import Any
 
-from nybble.formats import ops, reference
+from nybble.formats import reference
 from nybble.formats.hadamard import transform
 from nybble.formats.table import Format
-from nybble.kernels import dispatch
+from nybble.kernels import direct, dispatch
 
 
 def _can_run(fmt: Format) -> str | None:
@@ -25,7 +25,7 @@ def _implement(name: str) -> None:
 
         return getattr(front, name)(*arguments, **named)
 
-    getattr(ops, name).register_kernel("cpu")(run)
+    getattr(direct, name).register_kernel("cpu", run)
 
 
 def register() -> None:

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from nybble.formats import hadamard, ops, reference
+from nybble.formats import hadamard, reference
 from nybble.formats.table import Format
-from nybble.kernels import dispatch, expert_rows, fused
+from nybble.kernels import direct, dispatch, expert_rows, fused
 from nybble.kernels.cuda import launch_both
 
 
@@ -60,8 +60,8 @@ def register() -> None:
         return
     dispatch.provide("cuda", _can_run)
     for name in ("quantize", "dequantize", "fake_quantize", "requantize", "fake_requantize"):
-        getattr(ops, name).register_kernel("cuda")(_served(reference, "front", name))
+        getattr(direct, name).register_kernel("cuda", _served(reference, "front", name))
     for name in fused.NAMES:
         getattr(fused, name).register_kernel("cuda", _served(expert_rows, "experts_front", name))
-    ops.hadamard.register_kernel("cuda")(_served(hadamard, "launch_hadamard", "transform"))
+    direct.hadamard.register_kernel("cuda", _served(hadamard, "launch_hadamard", "transform"))
     launch_both.fake_quantize_both.register_kernel("cuda")(_both)

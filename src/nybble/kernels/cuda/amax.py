@@ -4,12 +4,10 @@
 import triton
 import triton.language as tl
 
-from nybble.kernels.cuda.jit import Launched
 from nybble.kernels.cuda.rows import finite_unit_magnitude, load_unit, top, unit_magnitude
 from nybble.kernels.cuda.scales import INFINITE
 
 
-@Launched
 @triton.jit(do_not_specialize=["units", "groups"])
 def amax_rows(
     x_ptr,

@@ -11,12 +11,10 @@ from nybble.kernels.cuda.draws import draw_words, load_key
 from nybble.kernels.cuda.elements import e4m3_values
 from nybble.kernels.cuda.finish_columns import column_words
 from nybble.kernels.cuda.finish_rows import e4m3_words
-from nybble.kernels.cuda.jit import Launched
 from nybble.kernels.cuda.registers import load_raw, magnitude, magnitude_bits, store_values, times
 from nybble.kernels.cuda.sources import tile_maxima
 
 
-@Launched
 @triton.jit(do_not_specialize=["tokens", "blocks", "tag_rows", "tag_columns"])
 def fake_quantize_both(
     x_ptr,

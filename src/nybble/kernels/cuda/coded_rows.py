@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nybble.kernels.cuda.elements import value
-from nybble.kernels.cuda.jit import INTERPRETED, Launched, cdiv, use_asm
+from nybble.kernels.cuda.jit import INTERPRETED, cdiv, use_asm
 from nybble.kernels.cuda.registers import load_e4m3
 
 BLOCK_M, BLOCK_N, BLOCK_BYTES = 16, 64, 32
@@ -24,7 +24,6 @@ def _e2m1(code):
     return value(((code & 7) << 22) | ((code & 8) << 28)) * 2.0**126
 
 
-@Launched
 @triton.jit
 def multiply_codes(
     x_ptr,  # BF16 [R, K]

@@ -7,12 +7,10 @@ import triton.language as tl
 
 from nybble.kernels.cuda import scales as rule
 from nybble.kernels.cuda.elements import value
-from nybble.kernels.cuda.jit import Launched
 from nybble.kernels.cuda.registers import join8
 from nybble.kernels.cuda.sources import NVFP4, load_source, tile_maxima
 
 
-@Launched
 @triton.jit(do_not_specialize=["tokens", "blocks"])
 def column_amax(
     x_ptr,
@@ -99,7 +97,6 @@ def column_amax(
         tl.atomic_max(amax_ptr + (which * columns + c), t, mask=ok & (t > 0), sem="relaxed")
 
 
-@Launched
 @triton.jit(do_not_specialize=["count"])
 def column_scales(amax_ptr, scales_ptr, count, N: tl.constexpr, ASM: tl.constexpr):
     """FP32 scales of amaxes given as bits; NaN where a column holds a NaN or an infinity."""

@@ -14,7 +14,6 @@ from nybble.kernels.cuda import scales as rule
 from nybble.kernels.cuda.draws import draw_words, load_key
 from nybble.kernels.cuda.elements import value
 from nybble.kernels.cuda.finish_columns import finish_e2m1, finish_e4m3
-from nybble.kernels.cuda.jit import Launched
 from nybble.kernels.cuda.registers import join8
 from nybble.kernels.cuda.sources import NVFP4, load_source, tile_maxima
 
@@ -31,7 +30,6 @@ def to_lanes(t, W: tl.constexpr, LANES: tl.constexpr, K: tl.constexpr):
     return tl.reshape(tl.broadcast_to(t[:, None, :], (W, LANES, K)), (W * LANES * K,))
 
 
-@Launched
 @triton.jit(do_not_specialize=["draw_columns", "tokens", "blocks", "tag"])
 def quantize_columns(
     x_ptr,

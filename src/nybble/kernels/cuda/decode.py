@@ -7,11 +7,9 @@ import triton.language as tl
 
 from nybble.kernels.cuda import scales as rule
 from nybble.kernels.cuda.elements import e4m3_values, value
-from nybble.kernels.cuda.jit import Launched
 from nybble.kernels.cuda.registers import load_e4m3, store_values
 
 
-@Launched
 @triton.jit(do_not_specialize=["rows"])
 def row_decode_scales(
     amax_ptr, group_ptr, out_ptr, rows, OUTER_MAX: tl.constexpr, HAS_GROUP: tl.constexpr, N: tl.constexpr
@@ -45,7 +43,6 @@ def eight_values(codes_ptr, at, mask, E2M1: tl.constexpr, ASM: tl.constexpr):
     return q
 
 
-@Launched
 @triton.jit(do_not_specialize=["words", "block_words", "scale_columns"])
 def decode_rows(
     codes_ptr,  # int32 words
@@ -92,7 +89,6 @@ def decode_rows(
     store_values(values_ptr, (to_row * words + w) * 8, v, mask, OUT_BF16, ASM)
 
 
-@Launched
 @triton.jit(do_not_specialize=["groups"])
 def zero_tail(values_ptr, offs_ptr, columns, groups, N: tl.constexpr):
     """Zero the rows at or beyond the last offset of values [T, C]; a program takes N columns of a row."""

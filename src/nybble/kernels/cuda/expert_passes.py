@@ -12,11 +12,9 @@ import triton.language as tl
 from nybble.kernels.cuda import scales as rule
 from nybble.kernels.cuda.elements import value
 from nybble.kernels.cuda.gates import load_gated, scaled_pairs, swiglu_backward
-from nybble.kernels.cuda.jit import Launched
 from nybble.kernels.cuda.registers import floats, load_e4m3, load_raw, store_values
 
 
-@Launched
 @triton.jit(do_not_specialize=["rows", "groups"])
 def row_factors(
     order_ptr,  # int32 [R]
@@ -59,7 +57,6 @@ def row_factors(
     tl.store(out_ptr + row, f, mask=mask)
 
 
-@Launched
 @triton.jit(do_not_specialize=["units", "groups"])
 def swiglu_rows(
     x_ptr,  # BF16 pairs [R, 2I]
@@ -85,7 +82,6 @@ def swiglu_rows(
     store_values(h_ptr, (row * units + u) * 8, floats(h, True), mask, True, ASM)
 
 
-@Launched
 @triton.jit(do_not_specialize=["units", "groups", "scale_columns"])
 def swiglu_backward_rows(
     x_ptr,  # gate and up: BF16 pairs [R, 2I]
@@ -164,7 +160,6 @@ def swiglu_backward_rows(
         tl.store(dot_ptr + pair, tl.sum(dots))
 
 
-@Launched
 @triton.jit(do_not_specialize=["units", "groups"])
 def combine_rows(
     x_ptr,  # BF16 pairs [R, C]

@@ -4,11 +4,9 @@
 import triton
 import triton.language as tl
 
-from nybble.kernels.cuda.jit import Launched
 from nybble.kernels.cuda.registers import floats, load_raw, store_values, times
 
 
-@Launched
 @triton.jit(do_not_specialize=["units"])
 def gather_rows(
     x_ptr,  # BF16 pairs [T, C]

@@ -4,10 +4,7 @@
 import triton
 import triton.language as tl
 
-from nybble.kernels.cuda.jit import Launched
 
-
-@Launched
 @triton.jit(do_not_specialize=["rows", "groups"])
 def row_groups(offs_ptr, group_ptr, rows, groups, N: tl.constexpr, G: tl.constexpr):
     """int32 [rows]: the group of each row, the last one for rows of none."""
@@ -18,7 +15,6 @@ def row_groups(offs_ptr, group_ptr, rows, groups, N: tl.constexpr, G: tl.constex
     tl.store(group_ptr + row, tl.minimum(below, groups - 1), mask=row < rows)
 
 
-@Launched
 @triton.jit(do_not_specialize=["blocks", "groups"])
 def block_table(
     offs_ptr,

@@ -7,12 +7,10 @@ import triton.language as tl
 
 from nybble.kernels.cuda import scales as rule
 from nybble.kernels.cuda.decode import eight_values
-from nybble.kernels.cuda.jit import Launched
 from nybble.kernels.cuda.registers import load_e4m3, store_values
 from nybble.kernels.cuda.rows import flat, of_row
 
 
-@Launched
 @triton.jit(do_not_specialize=["count", "words", "row_units", "row_bytes", "scale_start", "amax_start"])
 def unpack_rows(
     codes_ptr,  # the message as int32 words

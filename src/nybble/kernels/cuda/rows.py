@@ -14,7 +14,6 @@ from nybble.kernels.cuda.draws import load_key
 from nybble.kernels.cuda.elements import value
 from nybble.kernels.cuda.finish_rows import finish_units
 from nybble.kernels.cuda.gates import load_gated
-from nybble.kernels.cuda.jit import Launched
 from nybble.kernels.cuda.registers import (
     finite_magnitude,
     load_raw,
@@ -119,7 +118,6 @@ def of_row(ptr, row, mask, PACKED: tl.constexpr):
         return tl.load(ptr + row)
 
 
-@Launched
 @triton.jit(
     do_not_specialize=["code_stride", "scale_stride", "amax_stride", "units", "count", "groups", "tag"]
 )

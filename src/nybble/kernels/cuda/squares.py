@@ -8,12 +8,10 @@ import triton.language as tl
 from nybble.kernels.cuda import scales as rule
 from nybble.kernels.cuda.draws import load_key
 from nybble.kernels.cuda.finish_rows import finish_units
-from nybble.kernels.cuda.jit import Launched
 from nybble.kernels.cuda.registers import load_raw, magnitude, magnitude_bits, max_magnitudes
 from nybble.kernels.cuda.rows import OUTER_NONE
 
 
-@Launched
 @triton.jit(do_not_specialize=["count", "units", "tag"])
 def quantize_squares(
     x_ptr,
