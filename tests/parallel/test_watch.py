@@ -1,6 +1,8 @@
 """Who hangs where: reports of slow, hung and dead ranks, and where the watch keeps silent."""
 
 import json
+import os
+import signal
 import time
 
 import pytest
@@ -14,6 +16,7 @@ from nybble.parallel.watch import Watch
 def _fast(monkeypatch):
     monkeypatch.setattr(module, "BEAT_S", 0.02)
     monkeypatch.setattr(module, "DEAD_S", 0.4)
+    monkeypatch.setattr(module, "STOP_S", 0.2)
 
 
 @pytest.fixture
@@ -64,6 +67,22 @@ def test_a_dead_rank_is_named(watched):
         time.sleep(1.2)
     assert len(ends) == 1
     assert "step 12, layer 3, combine: rank 1, last at step 12, layer 3, dispatch, has not been" in ends[0]
+
+
+def test_a_wait_ends_when_it_was_told_to_and_does_not_come_to_an_end(watched):
+    watch, _, ends = watched(60, 600)
+    before = signal.signal(signal.SIGTERM, lambda *_: None)
+    try:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.4)
+        assert not ends  # it computes, and will save
+        with watch.waiting("layer 3, combine"):
+            time.sleep(0.6)
+        assert len(ends) == 1
+        assert "step 12, layer 3, combine for" in ends[0]
+        assert "told to stop" in ends[0]
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_a_rank_that_computes_for_long_is_left_alone(watched):

@@ -2,8 +2,8 @@
 
 Each rank's thread writes a heartbeat and its position (step, layer, leg) into the store of the process group.
 A rank that gets no further for `slow_s` reads those of the others and reports. A rank whose heart has
-stopped for `DEAD_S`, or a wait of `timeout_s`, ends this process with status 1, so that torchrun takes the
-job down and, with --max-restarts, starts it again.
+stopped for `DEAD_S`, a wait of `timeout_s`, or one of `STOP_S` after SIGTERM, ends this process with status
+1, so that torchrun takes the job down and, with --max-restarts, starts it again.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import sys
 import threading
 import time
@@ -26,10 +27,37 @@ BEAT_S = 1.0
 DEAD_S = 60.0
 """A heart that stands still for so long is dead: longer than the interpreter is ever held up by compiling."""
 
+STOP_S = 10.0
+"""A wait that goes on for so long after SIGTERM waits for a rank that is gone: torchrun sends the signal when
+one is, and NCCL does not notice."""
+
 
 def _end(report: str) -> None:
     print(f"error: {report}", file=sys.stderr, flush=True)
     os._exit(1)
+
+
+class Asked:
+    """When this process was asked to end: known here also while the main thread cannot run a handler."""
+
+    def __init__(self) -> None:
+        self._at: float | None = None
+        self._read, self._write = os.pipe()
+        for end in (self._read, self._write):
+            os.set_blocking(end, False)
+        self._before = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+
+    def seconds(self) -> float:
+        """How long ago; 0 if it was not."""
+        with contextlib.suppress(BlockingIOError):
+            if {signal.SIGTERM, signal.SIGINT} & set(os.read(self._read, 64)) and self._at is None:
+                self._at = time.monotonic()
+        return 0.0 if self._at is None else time.monotonic() - self._at
+
+    def close(self) -> None:
+        signal.set_wakeup_fd(self._before)
+        os.close(self._read)
+        os.close(self._write)
 
 
 class Watch:
@@ -42,6 +70,7 @@ class Watch:
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
+        self._asked: Asked | None = None
 
     def start(
         self,
@@ -54,6 +83,8 @@ class Watch:
         end: Callable[[str], None] = _end,
     ) -> None:
         """Begins to watch. `end` is called with the report when this process should not go on."""
+        if threading.current_thread() is threading.main_thread():  # Python tells no other about signals
+            self._asked = Asked()
         arguments = (store, rank, world, slow_s, timeout_s, end)
         self._thread = threading.Thread(target=self._run, args=arguments, name="nybble-watch", daemon=True)
         self._thread.start()
@@ -63,6 +94,8 @@ class Watch:
         self._stop.set()
         if self._thread is not None:
             self._thread.join()
+        if self._asked is not None:
+            self._asked.close()
 
     def begin(self, step: int) -> None:
         """Step `step` (counted from 1) begins, or a part of it."""
@@ -108,6 +141,10 @@ class Watch:
         while not self._stop.wait(BEAT_S):
             place, seconds, waits = self.position()
             beat += 1
+            asked = 0.0 if self._asked is None else self._asked.seconds()
+            if waits and min(asked, seconds) >= STOP_S:
+                end(f"rank {rank}: {place} for {seconds:.0f} s; told to stop {asked:.0f} s ago, ended there")
+                return
             try:
                 store.set(
                     f"watch/{rank}", json.dumps({"beat": beat, "at": place, "for_s": round(seconds, 1)})
