@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from nybble.models.cpu import head as fused
-from nybble.models.regions import region
+from nybble.models.cuda import on_gpu
 
 IGNORE = -100
 """Label of a position that has no target."""
@@ -26,9 +26,20 @@ def _chunk_rows(hidden: Tensor, vocabulary: int) -> int:
     return max(16, elements // max(vocabulary, 1))
 
 
-@region
-def _rows(z: Tensor, labels: Tensor, cap: float | None, share: Tensor) -> Tensor:
-    """Loss of each row [n] of z [n, V] before its cap, if any; z becomes share * d loss / d z."""
+def _rows(z: Tensor, labels: Tensor, cap: float | None, share: Tensor) -> tuple[Tensor, Tensor]:
+    """(loss of each row [n], share * its gradient [n, V]) for z [n, V] before its cap, which is overwritten."""
+    if on_gpu(z):
+        from nybble.models.cuda import head
+
+        return head.rows(z, labels, cap, share, IGNORE), z
+    dtype, z = z.dtype, z.float()
+    if z.device.type == "cpu" and (cap is None or cap <= fused.LARGEST_CAP):
+        return fused.rows(z, labels, cap, share), z.to(dtype)
+    return plain_rows(z, labels, cap, share), z.to(dtype)
+
+
+def plain_rows(z: Tensor, labels: Tensor, cap: float | None, share: Tensor) -> Tensor:
+    """Loss of each row [n] of FP32 z [n, V] before its cap, if any; z becomes share * d loss / d z."""
     keep = (labels != IGNORE)[:, None]
     aim = torch.where(keep, labels[:, None], 0)
     logits = z if cap is None else z.div_(cap).tanh_() * cap
@@ -53,26 +64,21 @@ class _HeadLoss(torch.autograd.Function):
         nll = torch.zeros(T, dtype=torch.float32, device=hidden.device)
         share = 1.0 / (labels != IGNORE).sum().clamp(min=1).float()
         dhidden = torch.empty_like(hidden) if needs_hidden else None
-        dhead = torch.zeros_like(head, dtype=torch.float32) if needs_head else None
+        dhead: Tensor | None = None
         rows = _chunk_rows(hidden, V)
         # one buffer for all chunks: fresh pages cost as much as the product that fills them
         buffer = hidden.new_empty(min(rows, T), V)
         for start in range(0, T, rows):
             part = slice(start, start + rows)
             x = hidden[part]
-            z = torch.mm(x, weight.T, out=buffer[: x.shape[0]]).float()
-            if z.device.type == "cpu" and (cap is None or cap <= fused.LARGEST_CAP):
-                nll[part] = fused.rows(z, labels[part], cap, share)
-            else:
-                nll[part] = _rows(z, labels[part], cap, share)
-            d = z.to(hidden.dtype)
+            z = torch.mm(x, weight.T, out=buffer[: x.shape[0]])
+            nll[part], d = _rows(z, labels[part], cap, share)
             if dhidden is not None:
                 torch.mm(d, weight, out=dhidden[part])
-            if dhead is not None:
-                if d.dtype == torch.float32:
-                    dhead.addmm_(d.T, x)
-                else:
-                    dhead += d.T @ x
+            if needs_head:
+                dhead = _head_gradient(d, x, dhead)
+        if needs_head and dhead is None:
+            dhead = torch.zeros_like(head, dtype=torch.float32)
         ctx.save_for_backward(dhidden, dhead)
         ctx.head_dtype = head.dtype
         ctx.mark_non_differentiable(nll)
@@ -87,6 +93,15 @@ class _HeadLoss(torch.autograd.Function):
             None,
             None,
         )
+
+
+def _head_gradient(d: Tensor, x: Tensor, before: Tensor | None) -> Tensor:
+    """FP32 d [n, V].T @ x [n, H], added to what chunks before left."""
+    if d.dtype == torch.float32:
+        return d.T @ x if before is None else before.addmm_(d.T, x)
+    whole = d.is_cuda and d.dtype == torch.bfloat16
+    product = torch.mm(d.T, x, out_dtype=torch.float32) if whole else (d.T @ x).float()
+    return product if before is None else before.add_(product)
 
 
 def head_loss(hidden: Tensor, head: Tensor, labels: Tensor, cap: float | None) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,7 @@
 """RMS norm, plain or gated, and L2 clip over the last axis, computed in FP32.
 
-On a CPU each is one pass of a fused kernel, which keeps its input and one number a row for the backward
-pass; elsewhere, and under `torch.compile`, it is the plain formula, which the compiler fuses.
+On a CPU and on a GPU each is one pass of a fused kernel; elsewhere, and under `torch.compile`, it is the
+plain formula, which the compiler fuses.
 """
 
 from typing import Any
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nybble.models.cpu import gated
 from nybble.models.cpu import norms as fused
-from nybble.models.regions import region
+from nybble.models.cuda import on_gpu
 
 CLIP_EPS = fused.CLIP_EPS
 """Added to a norm before dividing by it, as the published model does."""
@@ -36,15 +36,28 @@ class _RMSNorm(torch.autograd.Function):
         return dx, None if weight is None else dweight, None
 
 
-def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    """x / sqrt(mean(x^2) + eps), times `weight` [last axis] if given; same shape, FP32."""
+def rms_norm(
+    x: Tensor, weight: Tensor | None, eps: float, dtype: torch.dtype = torch.float32, copies: int = 1
+) -> Any:
+    """x / sqrt(mean(x^2) + eps), times `weight` [last axis] if given; same shape, in `dtype`.
+
+    With `copies` a tuple of one tensor that many times, for as many readers: their gradients are added in the
+    backward pass of the norm, on GPUs.
+    """
+    if on_gpu(x):
+        from nybble.models.cuda.norms import RMS
+
+        ys = RMS.apply(x, weight, eps, dtype, copies)
+        return ys if copies > 1 else ys[0]
     if by_hand(x.float()):
-        return _RMSNorm.apply(x.float(), None if weight is None else weight.float(), eps)
-    return _rms_norm(x, weight, eps)
+        y = _RMSNorm.apply(x.float(), None if weight is None else weight.float(), eps).to(dtype)
+    else:
+        y = plain_rms_norm(x, weight, eps).to(dtype)
+    return (y,) * copies if copies > 1 else y
 
 
-@region
-def _rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+def plain_rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """`rms_norm` as a formula, in FP32."""
     x = x.float()
     y = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
     return y if weight is None else y * weight.float()
@@ -87,7 +100,13 @@ class _L2Clip(torch.autograd.Function):
         return dx, dscale, None, None
 
 
-def l2_clip(x: Tensor, threshold: float, scale: Tensor | None = None, gain: Tensor | None = None) -> Tensor:
+def l2_clip(
+    x: Tensor,
+    threshold: float,
+    scale: Tensor | None = None,
+    gain: Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
     """Shrink each last-axis vector of x * scale to an L2 norm of at most `threshold`; multiply by `gain`.
 
     Args:
@@ -97,19 +116,24 @@ def l2_clip(x: Tensor, threshold: float, scale: Tensor | None = None, gain: Tens
         gain: broadcastable to [..., 1, 1], without gradient, or None for ones.
 
     Returns:
-        FP32, the shape of x.
+        The shape of x, in `dtype`.
     """
-    if by_hand(x.float()):
-        x = x.float()
-        scale = x.new_ones(x.shape[-2:]) if scale is None else scale.float()
-        if gain is not None:
-            gain = gain.expand(*x.shape[:-2], 1, 1).reshape(-1)
-        return _L2Clip.apply(x, scale, gain, threshold)
-    return _l2_clip(x, threshold, scale, gain)
+    gpu = on_gpu(x)
+    if not gpu and not by_hand(x.float()):
+        return plain_l2_clip(x, threshold, scale, gain).to(dtype)
+    if gain is not None:
+        gain = gain.expand(*x.shape[:-2], 1, 1).reshape(-1)
+    if gpu:
+        from nybble.models.cuda.norms import L2Clip
+
+        return L2Clip.apply(x, scale, gain, threshold, CLIP_EPS, dtype)
+    x = x.float()
+    scale = x.new_ones(x.shape[-2:]) if scale is None else scale.float()
+    return _L2Clip.apply(x, scale, gain, threshold).to(dtype)
 
 
-@region
-def _l2_clip(x: Tensor, threshold: float, scale: Tensor | None, gain: Tensor | None) -> Tensor:
+def plain_l2_clip(x: Tensor, threshold: float, scale: Tensor | None, gain: Tensor | None) -> Tensor:
+    """`l2_clip` as a formula, in FP32."""
     x = x.float()
     y = x if scale is None else x * scale.float()
     norm = torch.linalg.vector_norm(y, dim=-1, keepdim=True)
@@ -118,12 +142,14 @@ def _l2_clip(x: Tensor, threshold: float, scale: Tensor | None, gain: Tensor | N
 
 
 class RMSNorm(torch.nn.Module):
-    """RMS norm with a learned weight [H]; FP32 inside, the input's dtype outside (arXiv 1910.07467)."""
+    """RMS norm with a learned weight [H]; FP32 inside, the input's dtype outside unless told otherwise (arXiv
+    1910.07467)."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.ones(size))
         self.eps = eps
 
-    def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self.eps).to(x.dtype)
+    def forward(self, x: Tensor, dtype: torch.dtype | None = None, copies: int = 1) -> Any:
+        """x [..., H] -> the same shape; see `rms_norm` on `copies`."""
+        return rms_norm(x, self.weight, self.eps, dtype or x.dtype, copies)

@@ -72,7 +72,7 @@ def replay_routing(model: nn.Module, experts: Tensor | None) -> Iterator[None]:
             wanted = given[:, layer].to(own)
             chosen = torch.where(wanted >= 0, wanted, own)
             router: Any = module
-            return logits, router.weigh(torch.sigmoid(logits), chosen), chosen
+            return logits, router.weigh(logits, chosen), chosen
 
         return on_output
 

@@ -1,16 +1,18 @@
 """Attention of Inkling 2: a relative bias computed from the hidden states, sinks and a gated output."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 from transformers import Inkling2TextConfig
 
 from nybble.models.context import Context
+from nybble.models.cuda import on_gpu
 from nybble.models.inkling2.attend import attend_chunks
 from nybble.models.inkling2.conv import DynamicShortConvolution, ShortConvolution
 from nybble.models.inkling2.flex import attend_flex
 from nybble.models.linear import Linear
 from nybble.models.norms import l2_clip, rms_norm
-from nybble.models.regions import region
 
 
 class ScaledClip(nn.Module):
@@ -22,7 +24,7 @@ class ScaledClip(nn.Module):
         self.scale = nn.Parameter(torch.ones(heads, size))
 
     def forward(self, x: Tensor, gain: Tensor | None) -> Tensor:
-        return l2_clip(x, self.threshold, self.scale, gain).to(x.dtype)
+        return l2_clip(x, self.threshold, self.scale, gain, x.dtype)
 
 
 class QueryProjection(nn.Module):
@@ -55,14 +57,18 @@ class KeyValueProjection(nn.Module):
         else:
             self.sconv = ShortConvolution(width, kernel, layer, slot)
 
-    def forward(self, x: Tensor, context: Context) -> Tensor:
+    def forward(self, x: Tensor, context: Context, driver: Tensor | None = None) -> Tensor:
+        """`driver` [B, S, H] is what dynamic taps are computed from."""
         y = self.linear(x)
         if isinstance(self.sconv, DynamicShortConvolution):
-            y = self.sconv(y, context, x)
+            y = self.sconv(y, context, x if driver is None else driver)
         else:
             y = self.sconv(y, context)
         y = y.unflatten(-1, (self.heads, -1))
-        return (l2_clip(y, self.threshold) if self.is_key else rms_norm(y, None, self.eps)).to(x.dtype)
+        if self.is_key:
+            return l2_clip(y, self.threshold, dtype=x.dtype)
+        normed: Tensor = rms_norm(y, None, self.eps, x.dtype)
+        return normed
 
 
 class GatedOutputProjection(nn.Module):
@@ -77,8 +83,11 @@ class GatedOutputProjection(nn.Module):
         return self.linear(_gated(attended, self.gate_proj(x)))
 
 
-@region
 def _gated(attended: Tensor, gate: Tensor) -> Tensor:
+    if on_gpu(attended):
+        from nybble.models.cuda.gate import Gated
+
+        return Gated.apply(attended, gate)
     return (attended.float() * torch.sigmoid(gate.float())).to(attended.dtype)
 
 
@@ -123,16 +132,27 @@ class Attention(nn.Module):
             hidden, heads, config.d_rel, extent, config.rel_l2_clip_threshold
         )
 
-    def forward(self, x: Tensor, key_input: Tensor, value_input: Tensor, context: Context) -> Tensor:
-        """x, key_input, value_input [B, S, H] -> [B, S, H]."""
+    @property
+    def readers(self) -> tuple[int, ...]:
+        """How many projections read each of the layer's inputs: the only one, or those for queries, keys and
+        values."""
+        return (6,) if self.window is not None else (4, 2, 2)
+
+    def forward(self, inputs: Sequence[Tensor], context: Context) -> Tensor:
+        """`inputs` are [B, S, H], each as often as `readers` says; -> [B, S, H]."""
+        x, x_rel, x_sink, x_gate, *rest = inputs
+        if self.window is None:
+            key_input, key_driver, value_input, value_driver = rest
+        else:
+            (key_input, value_input), key_driver, value_driver = rest, None, None
         gain = None
         if self.window is None:
             gain = context.length_gain(x.shape[1], self.floor, self.alpha, x.device)
         q = self.q_proj(x, gain)
-        k = self.k_proj(key_input, context)
-        v = self.v_proj(value_input, context)
-        rel = self.relative_position_bias(x, gain)
-        proj, sink = self.relative_position_bias.proj, self.sink_proj(x)
+        k = self.k_proj(key_input, context, key_driver)
+        v = self.v_proj(value_input, context, value_driver)
+        rel = self.relative_position_bias(x_rel, gain)
+        proj, sink = self.relative_position_bias.proj, self.sink_proj(x_sink)
         if self.window in context.block_masks:
             mask = context.block_masks[self.window]
             out = attend_flex(q, k, v, rel, proj, sink, scale=self.scale, mask=mask)
@@ -144,4 +164,4 @@ class Attention(nn.Module):
                 q, k, v, rel, proj, sink, window=self.window, scale=self.scale,
                 query_segments=context.segments, key_segments=keys,
             )  # fmt: skip
-        return self.o_proj(out.flatten(-2), x)
+        return self.o_proj(out.flatten(-2), x_gate)

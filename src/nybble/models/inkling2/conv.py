@@ -3,10 +3,12 @@
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nybble.models.context import Context
 from nybble.models.conv import causal_conv, lagged
+from nybble.models.cuda import on_gpu
 from nybble.models.linear import Linear
 from nybble.models.regions import region
 
@@ -14,7 +16,7 @@ from nybble.models.regions import region
 class ShortConvolution(nn.Module):
     """Depthwise causal convolution of kernel K plus its input, over sqrt(K + 1): [B, S, C] -> [B, S, C].
 
-    Computes in FP32 and returns the input's dtype. `slot` names the state it keeps in a generation cache.
+    Computes in FP32. `slot` names the state it keeps in a generation cache.
     """
 
     def __init__(self, channels: int, kernel: int, layer: int, slot: int) -> None:
@@ -22,20 +24,50 @@ class ShortConvolution(nn.Module):
         self.layer, self.slot, self.kernel = layer, slot, kernel
         self.conv1d = nn.Conv1d(channels, channels, kernel, groups=channels, bias=False)  # holds the weight
 
-    def forward(self, x: Tensor, context: Context) -> Tensor:
-        past = context.conv_state(x, self.layer, self.slot, self.kernel)
-        return _short_convolution(x, self.conv1d.weight, past, context.same)
+    def forward(
+        self,
+        x: Tensor,
+        context: Context,
+        residual: Tensor | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        """In `dtype`, the input's by default, after `residual` [B, S, C] was added in FP32."""
+        dtype, past = dtype or x.dtype, context.conv_state(x, self.layer, self.slot, self.kernel)
+        if on_gpu(x):
+            return _on_gpu(x, self.conv1d.weight, past, context.starts, residual, dtype)
+        y = causal_conv(x.float(), plain_taps(self.conv1d.weight), None, past, context.same)
+        # rounded to the input's dtype first, as the published model does
+        y = y.to(x.dtype)
+        return (y if residual is None else residual.float() + y.float()).to(dtype)
 
 
-@region
-def _short_convolution(x: Tensor, weight: Tensor, past: Tensor | None, same: tuple[Tensor, ...]) -> Tensor:
-    dtype, x = x.dtype, x.float()
-    # the last tap of a cross-correlation weighs the current token: lag 0; there the residual joins
+def _on_gpu(
+    x: Tensor,
+    weight: Tensor,
+    past: Tensor | None,
+    starts: Tensor | None,
+    residual: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    from nybble.models.cuda.conv import ShortConv
+
+    if past is None:
+        return ShortConv.apply(x, weight, starts, residual, dtype)
+    # the same kernel with and without a cache, so that both give a token the same bits
+    before = past.shape[1]
+    line = torch.cat([past, x], dim=1)
+    starts = None if starts is None else F.pad(starts + before, (before, 0))
+    residual = None if residual is None else F.pad(residual, (0, 0, before, 0))
+    return ShortConv.apply(line, weight, starts, residual, dtype)[:, before:]
+
+
+def plain_taps(weight: Tensor) -> Tensor:
+    """FP32 [K, C] by lag, of the weight [C, 1, K] of a cross-correlation plus its input."""
+    # the last tap of a cross-correlation weighs the current token: lag 0; there the input joins
     taps = weight.float()[:, 0].flip(-1).T
     identity = torch.zeros_like(taps)
     identity[0] = 1.0
-    taps = (taps + identity) / math.sqrt(taps.shape[0] + 1)
-    return causal_conv(x, taps, None, past, same).to(dtype)
+    return (taps + identity) / math.sqrt(taps.shape[0] + 1)
 
 
 class DynamicShortConvolution(nn.Module):

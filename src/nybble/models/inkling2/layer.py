@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor, nn
 from transformers import Inkling2TextConfig
 
@@ -10,22 +11,23 @@ from nybble.models.experts import count_rows
 from nybble.models.inkling2.attention import Attention
 from nybble.models.inkling2.conv import ShortConvolution
 from nybble.models.inkling2.experts import Experts
-from nybble.models.inkling2.residual import BlockAttentionResidual
+from nybble.models.inkling2.residual import EPS, BlockAttentionResidual
 from nybble.models.inkling2.router import Router
-from nybble.models.norms import RMSNorm
+from nybble.models.norms import RMSNorm, rms_norm
 
 
 class SparseMLP(nn.Module):
-    """[B, S, H] -> [B, S, H] through routed experts, and how many rows each expert got [E] int64."""
+    """[B, S, H] through routed experts -> [B, S, H], and how many rows each expert got [E] int64."""
 
     def __init__(self, config: Inkling2TextConfig) -> None:
         super().__init__()
         self.experts = Experts(config)
         self.gate = Router(config)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, routed: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """`routed` is what the router reads, if not x."""
         flat = x.reshape(-1, x.shape[-1])
-        _, weights, experts = self.gate(flat)
+        _, weights, experts = self.gate(flat if routed is None else routed.reshape(flat.shape))
         counts = count_rows(experts, self.experts.num_experts)
         return self.experts(flat, experts, weights).view(x.shape), counts
 
@@ -33,9 +35,8 @@ class SparseMLP(nn.Module):
 class DecoderLayer(nn.Module):
     """Attention and experts, each fed by a mixture over blocks and followed by a short convolution.
 
-    `forward(hidden, blocks, blocks_after, context)` -> hidden [B, S, H], tokens per expert [E]. `blocks` are
-    the finished blocks before this layer, `blocks_after` those with the one that ends here (the same unless
-    `is_block_boundary`).
+    `forward(hidden, blocks, context)` -> hidden [B, S, H], the finished blocks (one more than before if
+    `is_block_boundary`), tokens per expert [E].
     """
 
     sliding: bool
@@ -60,20 +61,30 @@ class DecoderLayer(nn.Module):
         raise NotImplementedError
 
     def forward(
-        self, hidden: Tensor, blocks: tuple[Tensor, ...], blocks_after: tuple[Tensor, ...], context: Context
-    ) -> tuple[Tensor, Tensor]:
+        self, hidden: Tensor, blocks: tuple[Tensor, ...], context: Context
+    ) -> tuple[Tensor, tuple[Tensor, ...], Tensor]:
         dtype = hidden.dtype
-        names = self.norm_names()
-        mixed = (
-            (hidden,) * len(names) if self.attention_input is None else self.attention_input(blocks, hidden)
+        norms = tuple(getattr(self, name) for name in self.norm_names())
+        if self.attention_input is None:
+            inputs = tuple(
+                y
+                for norm, count in zip(norms, self.self_attn.readers, strict=True)
+                for y in norm(hidden, dtype, count)
+            )
+        else:
+            inputs, hidden, blocks = self.attention_input(
+                blocks, hidden, norms, self.self_attn.readers, dtype
+            )
+        attended = self.self_attn(inputs, context)
+        residual = None if self.is_block_boundary else hidden
+        partial = self.post_attention_convolution(attended, context, residual, torch.float32)
+        if self.is_block_boundary:
+            blocks = (*blocks, rms_norm(hidden, None, EPS))
+        (x, routed), partial, blocks = self.mlp_input(
+            blocks, partial, (self.post_attention_layernorm,), (2,), dtype
         )
-        normed = [getattr(self, name)(x).to(dtype) for name, x in zip(names, mixed, strict=True)]
-        q, k, v = normed * 3 if len(normed) == 1 else normed
-        attended = self.post_attention_convolution(self.self_attn(q, k, v, context), context).float()
-        partial = attended if self.is_block_boundary else hidden.float() + attended
-        (mixed_mlp,) = self.mlp_input(blocks_after, partial)
-        out, counts = self.mlp(self.post_attention_layernorm(mixed_mlp).to(dtype))
-        return (partial + self.post_mlp_convolution(out, context)).to(dtype), counts
+        out, counts = self.mlp(x, routed)
+        return self.post_mlp_convolution(out, context, partial, dtype), blocks, counts
 
 
 class SlidingDecoderLayer(DecoderLayer):

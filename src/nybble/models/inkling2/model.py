@@ -15,8 +15,8 @@ from nybble.models.context import Context, document_positions
 from nybble.models.inkling2.config import check, windows
 from nybble.models.inkling2.layer import DecoderLayer, make_layer
 from nybble.models.inkling2.pretrained import Inkling2PreTrainedModel
-from nybble.models.inkling2.residual import EPS, BlockAttentionResidual
-from nybble.models.norms import RMSNorm, rms_norm
+from nybble.models.inkling2.residual import BlockAttentionResidual
+from nybble.models.norms import RMSNorm
 
 
 class NormedEmbedding(nn.Embedding):
@@ -26,8 +26,10 @@ class NormedEmbedding(nn.Embedding):
         super().__init__(rows, hidden, padding)
         self.embed_norm = RMSNorm(hidden, eps)
 
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.embed_norm(super().forward(ids))
+    def forward(self, ids: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """In `dtype`, the weight's by default."""
+        normed: Tensor = self.embed_norm(super().forward(ids), dtype)
+        return normed
 
 
 class Inkling2TextModel(Stack, Inkling2PreTrainedModel):
@@ -46,19 +48,15 @@ class Inkling2TextModel(Stack, Inkling2PreTrainedModel):
         self.post_init()
 
     def forward(self, input_ids: Tensor, context: Context, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        hidden = self.embed_tokens(input_ids).to(dtype)
+        hidden = self.embed_tokens(input_ids, dtype)
         blocks: tuple[Tensor, ...] = ()
         counts = []
         for i, layer in enumerate(self.layers):
             assert isinstance(layer, DecoderLayer)
-            after = blocks
-            if layer.is_block_boundary:
-                after = (*blocks, rms_norm(hidden, None, EPS))
-            hidden, count = self.run(i, layer, hidden, blocks, after, context)
-            blocks = after
+            hidden, blocks, count = self.run(i, layer, hidden, blocks, context)
             counts.append(count)
-        (mixed,) = self.final_input(blocks, hidden)
-        return self.norm(mixed).to(dtype), torch.stack(counts)
+        (final,), _, _ = self.final_input(blocks, hidden, (self.norm,), (1,), dtype)
+        return final, torch.stack(counts)
 
 
 class Inkling2ForCausalLM(CausalLM, Inkling2PreTrainedModel):

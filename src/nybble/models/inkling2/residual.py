@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from nybble.models.cpu import mix as fused
-from nybble.models.norms import by_hand, rms_norm
-from nybble.models.regions import region
+from nybble.models.cuda import on_gpu
+from nybble.models.norms import RMSNorm, by_hand, plain_rms_norm
 
 EPS = 1e-6
 
@@ -33,30 +33,62 @@ class _Mix(torch.autograd.Function):
 class BlockAttentionResidual(nn.Module):
     """Mixes finished blocks (normalised, FP32) and the running one into one input per query.
 
-    `query` is [H] for one query and [n, H] for n. forward(blocks: m times [B, S, H], partial [B, S, H])
-    returns n FP32 tensors [B, S, H].
+    `query` is [H] for one query and [n, H] for n.
     """
 
     def __init__(self, hidden: int, queries: int = 1) -> None:
         super().__init__()
         self.query = nn.Parameter(torch.zeros((hidden,) if queries == 1 else (queries, hidden)))
 
-    def forward(self, blocks: tuple[Tensor, ...], partial: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        self,
+        blocks: tuple[Tensor, ...],
+        partial: Tensor,
+        norms: tuple[RMSNorm, ...],
+        copies: tuple[int, ...],
+        dtype: torch.dtype,
+    ) -> tuple[tuple[Tensor, ...], Tensor, tuple[Tensor, ...]]:
+        """The mixtures behind their norms, and what the next reader of the sources takes.
+
+        Args:
+            blocks: m times [B, S, H].
+            partial: [B, S, H].
+            norms: one for each query.
+            copies: how many read each mixture.
+            dtype: of the mixtures.
+
+        Returns:
+            Each mixture [B, S, H] as often as it is read; partial; blocks. On GPUs all of these are there
+            so that the gradients of several readers are added in one pass, not by autograd.
+        """
+        if on_gpu(partial):
+            from nybble.models.cuda.mix import Mix
+
+            scales = [norm.weight for norm in norms]
+            count = sum(copies)
+            ys = Mix.apply(EPS, norms[0].eps, copies, dtype, self._queries(), partial, *scales, *blocks)
+            return ys[:count], ys[count], ys[count + 1 :]
+        mixed = [norm(x).to(dtype) for norm, x in zip(norms, self._mixed(blocks, partial), strict=True)]
+        return tuple(y for y, n in zip(mixed, copies, strict=True) for _ in range(n)), partial, blocks
+
+    def _queries(self) -> Tensor:
+        """[n, H]."""
+        return self.query.view(-1, self.query.shape[-1])
+
+    def _mixed(self, blocks: tuple[Tensor, ...], partial: Tensor) -> tuple[Tensor, ...]:
         H = partial.shape[-1]
-        query = self.query.float().view(-1, H)
         partial = partial.float()
-        scaled = query * H**-0.5
+        scaled = self._queries().float() * H**-0.5
         if by_hand(partial):
             stacked = blocks[0][None] if len(blocks) == 1 else torch.stack(blocks)
             outs = _Mix.apply(scaled, partial.reshape(-1, H), stacked.flatten(1, -2))
-            return outs.view(query.shape[0], *partial.shape).unbind(0)
-        return _mix(partial, scaled, blocks)
+            return outs.view(scaled.shape[0], *partial.shape).unbind(0)
+        return plain_mix(partial, scaled, blocks)
 
 
-@region
-def _mix(partial: Tensor, query: Tensor, blocks: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def plain_mix(partial: Tensor, query: Tensor, blocks: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """query [n, H] over sqrt(H) -> n times [B, S, H]."""
-    sources = (*blocks, rms_norm(partial, None, EPS))
+    sources = (*blocks, plain_rms_norm(partial, None, EPS))
     # sums over features and over sources, not products of matrices: both are too thin for tensor cores
     scores = torch.stack([(source.unsqueeze(-2) * query).sum(-1) for source in sources], dim=-2)
     weights = torch.softmax(scores, dim=-2)  # [B, S, m + 1, n]

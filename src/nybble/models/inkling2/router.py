@@ -7,6 +7,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import Inkling2TextConfig
 
+from nybble.models.cuda import on_gpu
+
+MOST_EXPERTS = 256
+"""Experts that the kernel for GPUs serves."""
+
 PARTS = 64
 """Parts of the tokens whose gradients of a router are computed side by side on a GPU: the product over all of
 them at once is a thin one that keeps few multiprocessors busy."""
@@ -47,14 +52,28 @@ class Router(nn.Module):
         self.register_buffer("e_score_correction_bias", torch.zeros(config.n_routed_experts))
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        if on_gpu(hidden) and hidden.dtype == torch.bfloat16 and self.weight.shape[0] <= MOST_EXPERTS:
+            from nybble.models.cuda.router import Route
+
+            bias = self.e_score_correction_bias
+            return Route.apply(hidden, self.weight, bias, self.top_k, self.gain)
         logits = _Logits.apply(hidden, self.weight)
         scores = torch.sigmoid(logits)
         experts = torch.topk(
             scores + self.e_score_correction_bias.float(), self.top_k, dim=-1, sorted=False
         ).indices
-        return logits, self.weigh(scores, experts), experts
+        return logits, self._weigh(scores, experts), experts
 
-    def weigh(self, scores: Tensor, experts: Tensor) -> Tensor:
-        """Weights [T, k] of chosen experts [T, k] from all scores [T, E]."""
+    def weigh(self, logits: Tensor, experts: Tensor) -> Tensor:
+        """Weights [T, k] of any experts [T, k] from the logits [T, E]."""
+        weights = self._weigh(torch.sigmoid(logits), experts)
+        if not on_gpu(logits):
+            return weights
+        from nybble.models.cuda import router
+
+        # the bits of a pass that chose by itself; the gradient is that of the formula
+        return weights + (router.weigh(logits, experts, self.gain) - weights.detach())
+
+    def _weigh(self, scores: Tensor, experts: Tensor) -> Tensor:
         weights = scores.gather(1, experts)
         return weights / (weights.sum(-1, keepdim=True) + 1e-20) * self.gain

@@ -1,0 +1,172 @@
+"""Short convolution of Inkling 2 over the sequence, with the residual that it is added to.
+
+    y[t, c] = residual[t, c] + sum over lags l of tap[l, c] * x[t - l, c]
+    tap[l, c] = (weight[c, K - 1 - l] + (l == 0)) / sqrt(K + 1)
+Lags that reach before the sequence or the token's document count as zeros.
+"""
+# mypy: ignore-errors
+# ruff: noqa: RUF005 -- Triton adds tuples but does not unpack them
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nybble.models.cuda.tiles import empty_like
+
+COLUMNS = 256
+"""Channels of a program, a warp: eight a thread."""
+
+PARTS = 1024
+"""Most programs along the tokens. Each walks over its tokens and keeps the last K in registers."""
+
+
+@triton.jit
+def _taps(weight_ptr, c, C, K: tl.constexpr, unit):
+    """K times [columns], by lag."""
+    out = ()
+    for lag in tl.static_range(K):
+        w = tl.load(weight_ptr + c * K + (K - 1 - lag), mask=c < C, other=0.0).to(tl.float32)
+        out = out + ((w + 1.0 if lag == 0 else w) * unit,)
+    return out
+
+
+@triton.jit
+def _row(pointer, t, inside, c, C):
+    """Row t, zeros where it is not `inside`: FP32 [columns]."""
+    return tl.load(pointer + t * C + c, mask=(c < C) & inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _pushed(x, past):
+    """x, then all of `past` but the last."""
+    out = (x,)
+    for i in tl.static_range(len(past) - 1):
+        out = out + (past[i],)
+    return out
+
+
+@triton.jit(do_not_specialize=["T", "S"])
+def conv_forward(
+    x_ptr, weight_ptr, start_ptr, residual_ptr, y_ptr, T, S, unit, C: tl.constexpr, K: tl.constexpr,
+    STARTS: tl.constexpr, RESIDUAL: tl.constexpr, EACH: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    c = tl.program_id(1) * BC + tl.arange(0, BC)
+    taps = _taps(weight_ptr, c, C, K, unit)
+    first = tl.program_id(0).to(tl.int64) * EACH
+    past = ()
+    for lag in tl.static_range(1, K):
+        past = past + (_row(x_ptr, first - lag, (first >= lag) & (first < T), c, C),)
+    for step in range(EACH):
+        t = first + step
+        inside = t < T
+        reach = t % S
+        if STARTS:
+            reach -= tl.maximum(tl.load(start_ptr + t, mask=inside, other=0), 0)
+        x = _row(x_ptr, t, inside, c, C)
+        y = x * taps[0]
+        for lag in tl.static_range(1, K):
+            y += tl.where(reach >= lag, past[lag - 1], 0.0) * taps[lag]
+        if RESIDUAL:
+            y += _row(residual_ptr, t, inside, c, C)
+        tl.store(y_ptr + t * C + c, y.to(y_ptr.dtype.element_ty), mask=(c < C) & inside)
+        if K > 1:
+            past = _pushed(x, past)
+
+
+@triton.jit(do_not_specialize=["T", "S"])
+def conv_backward(
+    dy_ptr, x_ptr, weight_ptr, start_ptr, dx_ptr, dweight_ptr, dresidual_ptr, T, S, unit, C: tl.constexpr,
+    K: tl.constexpr, STARTS: tl.constexpr, RESIDUAL: tl.constexpr, EACH: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    """Walks from the last token to the first. Partial sums of the gradient of the weight go to row
+    program_id(0) of [programs, C, K]."""
+    c = tl.program_id(1) * BC + tl.arange(0, BC)
+    taps = _taps(weight_ptr, c, C, K, unit)
+    last = (tl.program_id(0).to(tl.int64) + 1) * EACH - 1
+    later = ()
+    sums = (tl.zeros((BC,), tl.float32),)
+    for lag in tl.static_range(1, K):
+        later = later + (_row(dy_ptr, last + lag, last + lag < T, c, C),)
+        sums = sums + (tl.zeros((BC,), tl.float32),)
+    for step in range(EACH):
+        t = last - step
+        inside = t < T
+        here = (c < C) & inside
+        x = _row(x_ptr, t, inside, c, C)
+        dy = _row(dy_ptr, t, inside, c, C)
+        if RESIDUAL:
+            tl.store(dresidual_ptr + t * C + c, dy.to(dresidual_ptr.dtype.element_ty), mask=here)
+        dx = dy * taps[0]
+        more = (sums[0] + dy * x,)
+        for lag in tl.static_range(1, K):
+            sees = t % S + lag < S  # whether the token `lag` behind saw this one
+            if STARTS:
+                sees = sees & (t % S >= tl.load(start_ptr + t + lag, mask=sees & inside, other=0))
+            d = tl.where(sees, later[lag - 1], 0.0)
+            dx += d * taps[lag]
+            more = more + (sums[lag] + d * x,)
+        sums = more
+        tl.store(dx_ptr + t * C + c, dx.to(dx_ptr.dtype.element_ty), mask=here)
+        if K > 1:
+            later = _pushed(dy, later)
+    for lag in tl.static_range(K):
+        part = (tl.program_id(0) * C + c) * K + (K - 1 - lag)
+        tl.store(dweight_ptr + part, sums[lag] * unit, mask=c < C)
+
+
+def _programs(tokens: int) -> tuple[int, int]:
+    """(programs along the tokens, tokens of each)."""
+    each = max(1, triton.cdiv(tokens, PARTS))
+    return triton.cdiv(tokens, each), each
+
+
+class ShortConv(torch.autograd.Function):
+    """x [B, S, C], weight [C, 1, K], starts [B, S] (see `Context`) or None, residual [B, S, C] or None ->
+    [B, S, C] in `dtype`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        starts: Tensor | None,
+        residual: Tensor | None,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        x, weight = x.contiguous(), weight.contiguous()
+        starts = None if starts is None else starts.contiguous()
+        _, S, C = x.shape
+        T, K = x.numel() // C, weight.shape[-1]
+        y = empty_like(x, dtype)
+        programs, each = _programs(T)
+        if T:
+            conv_forward[(programs, triton.cdiv(C, COLUMNS))](
+                x, weight, starts, None if residual is None else residual.contiguous(), y, T, S,
+                (K + 1) ** -0.5, C, K, starts is not None, residual is not None, each, COLUMNS, num_warps=1,
+            )  # fmt: skip
+        ctx.save_for_backward(x, weight, starts)
+        ctx.residual = None if residual is None else residual.dtype
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, starts = ctx.saved_tensors
+        dy = dy.contiguous()
+        _, S, C = x.shape
+        T, K = x.numel() // C, weight.shape[-1]
+        dx = empty_like(x)
+        dresidual = None
+        if ctx.residual is not None:
+            dresidual = dy if dy.dtype == ctx.residual else empty_like(x, ctx.residual)
+        programs, each = _programs(T)
+        sums = torch.empty(programs, *weight.shape, dtype=torch.float32, device=x.device)
+        if T:
+            conv_backward[(programs, triton.cdiv(C, COLUMNS))](
+                dy, x, weight, starts, dx, sums, dresidual, T, S, (K + 1) ** -0.5, C, K,
+                starts is not None, dresidual is not None and dresidual is not dy, each, COLUMNS,
+                num_warps=1,
+            )  # fmt: skip
+        return dx, sums.sum(0).to(weight.dtype), None, dresidual, None

@@ -1,0 +1,144 @@
+"""Runs the GPU passes of models under Triton's interpreter against plain formulas and autograd.
+
+A script, because TRITON_INTERPRET must be set before anything imports triton.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nybble.models.context import document_starts, same_document
+from nybble.models.conv import causal_conv
+from nybble.models.cuda import conv, gate, head, mix, norms, tiles
+from nybble.models.inkling2.conv import plain_taps
+from nybble.models.inkling2.residual import EPS, plain_mix
+from nybble.models.loss import plain_rows
+from nybble.models.norms import CLIP_EPS, plain_l2_clip, plain_rms_norm
+
+BF16 = torch.bfloat16
+
+
+def compare(
+    got: Callable[..., tuple[Tensor, ...]], want: Callable[..., tuple[Tensor, ...]], *inputs: Tensor | None
+) -> None:
+    """Both functions' results and gradients; inputs may be BF16, and gradients then are too."""
+    results = []
+    for function in (got, want):
+        leaves = [None if x is None else x.clone().requires_grad_(x.is_floating_point()) for x in inputs]
+        outs = function(*leaves)
+        gen = torch.Generator().manual_seed(1)
+        douts = [torch.randn(y.shape, generator=gen).to(y.dtype) for y in outs]
+        taken = [x for x in leaves if x is not None and x.requires_grad]
+        results.append((*outs, *torch.autograd.grad(outs, taken, douts)))
+    for i, (a, b) in enumerate(zip(*results, strict=True)):
+        assert a.dtype == b.dtype, i
+        coarse = a.dtype == BF16
+        # of BF16 one unit in the last place: what lies between two roundings differs in order alone
+        torch.testing.assert_close(
+            a.float(),
+            b.float(),
+            rtol=1e-2 if coarse else 2e-5,
+            atol=2e-2 if coarse else 5e-5,
+            msg=lambda m, i=i: f"{i}: {m}",
+        )
+
+
+def norms_of_rows() -> None:
+    x, weight = torch.randn(3, 5, 24), torch.randn(24)
+    for w in (weight, None):
+        for given, dtype, copies in ((x, torch.float32, 3), (x.to(BF16), BF16, 1)):
+            compare(
+                lambda x, w, d=dtype, n=copies: norms.RMS.apply(x, w, 1e-5, d, n),
+                lambda x, w, d=dtype, n=copies: (plain_rms_norm(x, w, 1e-5).to(d),) * n,
+                given,
+                w,
+            )
+    x = torch.randn(2, 9, 3, 10) * torch.tensor([0.1, 3.0]).view(2, 1, 1, 1)
+    scale, gain = torch.randn(3, 10), torch.rand(2, 9, 1, 1) + 1
+    for s in (scale, None):
+        for g in (gain, None):
+            compare(
+                lambda x, s, g=g: (
+                    norms.L2Clip.apply(
+                        x, s, None if g is None else g.reshape(-1), 2.0, CLIP_EPS, torch.float32
+                    ),
+                ),
+                lambda x, s, g=g: (plain_l2_clip(x, 2.0, s, g),),
+                x,
+                s,
+            )
+
+
+def mixtures() -> None:
+    H = 40
+    for n, m, running in ((1, 1, torch.float32), (3, 2, torch.float32), (1, 2, BF16)):
+        scales = [torch.randn(H) for _ in range(n)]
+        query, last = torch.randn(n, H), torch.randn(2, 14, H).to(running)
+        blocks = [torch.randn(2, 14, H) for _ in range(m)]
+        copies = (2, 1, 3)[:n] if running == torch.float32 else (1,)
+
+        def got(query, last, *rest, copies=copies, dtype=running):
+            return mix.Mix.apply(EPS, 1e-5, copies, dtype, query, last, *rest)
+
+        def want(query, last, *rest, n=n, copies=copies, dtype=running):
+            mixed = plain_mix(last.float(), query * H**-0.5, rest[n:])
+            ys = [plain_rms_norm(y, w, 1e-5).to(dtype) for y, w in zip(mixed, rest[:n], strict=True)]
+            return *(y for y, c in zip(ys, copies, strict=True) for _ in range(c)), last, *rest[n:]
+
+        compare(got, want, query, last, *scales, *blocks)
+
+
+def convolutions() -> None:
+    B, S, C, K = 2, 13, 12, 4
+    x, weight = torch.randn(B, S, C).to(BF16), torch.randn(C, 1, K)
+    segments = torch.zeros(B, S, dtype=torch.int64)
+    segments[0, 5:], segments[1, 1:], segments[1, 3:] = 1, 1, 2
+    for documents in (None, segments):
+        same = () if documents is None else same_document(documents, None, K)
+        starts = None if documents is None else document_starts(documents, None)
+        for residual, dtype in (
+            (None, BF16),
+            (torch.randn(B, S, C), BF16),
+            (torch.randn(B, S, C).to(BF16), torch.float32),
+        ):
+
+            def want(x, weight, residual=None, same=same, dtype=dtype):
+                y = causal_conv(x.float() + 0, plain_taps(weight), None, None, same)
+                return ((y if residual is None else y + residual.float()).to(dtype),)
+
+            def got(x, weight, residual=None, starts=starts, dtype=dtype):
+                return (conv.ShortConv.apply(x, weight, starts, residual, dtype),)
+
+            compare(got, want, x, weight, *([] if residual is None else [residual]))
+
+
+def gates() -> None:
+    x, g = torch.randn(3, 700).to(BF16), torch.randn(3, 700).to(BF16)
+    compare(
+        lambda x, g: (gate.Gated.apply(x, g),),
+        lambda x, g: ((x.float() * torch.sigmoid(g.float())).to(BF16),),
+        x,
+        g,
+    )
+
+
+def losses() -> None:
+    labels = torch.tensor([0, 4999, -100, 17, 2500])
+    for cap in (None, 30.0, 90.0):
+        z = torch.randn(5, 5000) * 20
+        want = z.clone()
+        share = torch.tensor(0.25)
+        loss = plain_rows(want, labels, cap, share)
+        torch.testing.assert_close(head.rows(z, labels, cap, share, -100), loss, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(z, want, rtol=1e-4, atol=1e-7)
+    assert F.cross_entropy(torch.zeros(1, 2), torch.tensor([0])) > 0
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    conv.PARTS, tiles.PARTS = 5, 9  # so that a program has several tiles of tokens to go through
+    for check in (norms_of_rows, mixtures, convolutions, gates, losses):
+        check()
