@@ -27,7 +27,7 @@ def _chunk_rows(hidden: Tensor, vocabulary: int) -> int:
 
 
 def _rows(z: Tensor, labels: Tensor, cap: float | None, share: Tensor) -> tuple[Tensor, Tensor]:
-    """(loss of each row [n], share * its gradient [n, V]) for z [n, V] before its cap, which is overwritten."""
+    """(loss of each row [n], share * its gradient [n, V]) for z [n, V] before its cap; overwrites z."""
     if on_gpu(z):
         from nybble.models.cuda import head
 

@@ -138,8 +138,8 @@ def router_backward(
 
 
 class Route(torch.autograd.Function):
-    """x BF16 [T, H], weight [E, H], bias [E] -> logits FP32 [T, E], weights FP32 [T, k], experts int64 [T, k], the
-    highest score first."""
+    """x BF16 [T, H], weight [E, H], bias [E] -> logits FP32 [T, E], weights FP32 [T, k], experts int64
+    [T, k], the highest score first."""
 
     @staticmethod
     def forward(
