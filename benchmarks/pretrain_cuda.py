@@ -24,7 +24,7 @@ import tyro
 from torch import Tensor, nn
 
 from nybble.layers import convert, refresh, set_step
-from nybble.models import Inkling2ForCausalLM, presets, regions
+from nybble.models import Inkling2ForCausalLM, presets
 from nybble.pretrain.captured import Captured
 from nybble.pretrain.flops import model_flops
 
@@ -43,7 +43,7 @@ class Config:
     compile: bool = False
     """Compile Nybble's model whole; the other sides always are."""
     graph: bool = False
-    """Compile Nybble's elementwise passes and launch a step as a CUDA graph, as `nybble pretrain --graph`."""
+    """Launch a step as a CUDA graph, as `nybble pretrain --graph`."""
     profile: Path | None = None
     """Write the kernels of one step of each side, by time, to files in this folder."""
     json: Path | None = None
@@ -156,7 +156,6 @@ class Side:
             self.model.compile()
         self.captured: Captured | None = None
         if config.graph and self.quantised:
-            regions.enable(True)
             self.captured = Captured(self.model, self._of, partial(set_step, self.model))
         self.optimiser = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
 
@@ -224,7 +223,8 @@ def measure(name: str, config: Config) -> dict[str, Any]:
 def write_profile(step: Any, path: Path) -> None:
     """The kernels of one step, longest first."""
     with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+        activities=[torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA],
+        acc_events=True,
     ) as profile:
         begin = time.perf_counter()
         step()
@@ -234,7 +234,7 @@ def write_profile(step: Any, path: Path) -> None:
     events.sort(key=lambda e: -e.self_device_time_total)
     total = sum(e.self_device_time_total for e in events)
     lines = [f"host {host * 1e3:.1f} ms, device {total / 1e3:.1f} ms"]
-    lines += [f"{e.self_device_time_total:10.0f} us {e.count:5d} x  {e.key[:120]}" for e in events[:40]]
+    lines += [f"{e.self_device_time_total:10.0f} us {e.count:5d} x  {e.key[:120]}" for e in events[:80]]
     path.write_text("\n".join(lines) + "\n")
 
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from nybble.models.context import document_starts, same_document
 from nybble.models.conv import causal_conv
-from nybble.models.cuda import conv, gate, head, mix, norms, tiles
-from nybble.models.inkling2.conv import plain_taps
+from nybble.models.cuda import conv, conv_dynamic, gate, head, mix, norms, tiles
+from nybble.models.inkling2.conv import plain_dynamic_convolution, plain_taps
 from nybble.models.inkling2.residual import EPS, plain_mix
 from nybble.models.loss import plain_rows
 from nybble.models.norms import CLIP_EPS, plain_l2_clip, plain_rms_norm
@@ -114,6 +114,23 @@ def convolutions() -> None:
             compare(got, want, x, weight, *([] if residual is None else [residual]))
 
 
+def dynamic_convolutions() -> None:
+    B, S, heads, D, K = 2, 13, 3, 5, 4
+    x, static, dynamic = torch.randn(B, S, heads * D), torch.randn(K, heads * D), torch.randn(B, S, heads * K)
+    segments = torch.zeros(B, S, dtype=torch.int64)
+    segments[0, 5:], segments[1, 1:], segments[1, 3:] = 1, 1, 2
+    for documents in (None, segments):
+        same = () if documents is None else same_document(documents, None, K)
+        starts = None if documents is None else document_starts(documents, None)
+        compare(
+            lambda *given, starts=starts: (conv_dynamic.DynamicConv.apply(*given, starts),),
+            lambda *given, same=same: (plain_dynamic_convolution(*given, None, same),),
+            x,
+            static,
+            dynamic,
+        )
+
+
 def gates() -> None:
     x, g = torch.randn(3, 700).to(BF16), torch.randn(3, 700).to(BF16)
     compare(
@@ -140,5 +157,5 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     torch.manual_seed(0)
     conv.PARTS, tiles.PARTS = 5, 9  # so that a program has several tiles of tokens to go through
-    for check in (norms_of_rows, mixtures, convolutions, gates, losses):
+    for check in (norms_of_rows, mixtures, convolutions, dynamic_convolutions, gates, losses):
         check()

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from nybble.layers import convert, set_step
-from nybble.models import Inkling2ForCausalLM, presets, regions
+from nybble.models import Inkling2ForCausalLM, presets
 from nybble.pretrain.captured import Captured, restore
 
 
@@ -17,25 +17,6 @@ def test_warm_up_passes_leave_buffers_as_they_were():
     assert model.expert_load.any()
     restore(model, kept)
     assert all(torch.equal(buffer, kept[name]) for name, buffer in model.named_buffers())
-
-
-def test_regions_are_plain_functions_until_they_are_enabled(monkeypatch):
-    compiled = []
-    monkeypatch.setattr(torch, "compile", lambda f, **_: compiled.append(f) or f)
-    monkeypatch.setattr(regions, "_on_gpu", lambda _: True)
-
-    @regions.region
-    def double(x, by):
-        return x * by
-
-    assert double(3, 2) == 6
-    assert not compiled
-    regions.enable(True)
-    try:
-        assert [double(3, 2), double(4, 2)] == [6, 8]
-        assert len(compiled) == 1
-    finally:
-        regions.enable(False)
 
 
 @pytest.mark.gpu

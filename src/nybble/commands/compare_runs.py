@@ -75,12 +75,10 @@ def _make(task: Task) -> None:
 def _answer(task: Task, model: CausalLM) -> None:
     """Multiple-choice accuracy of the trained model, with the precision it was trained in."""
     from nybble.data import Dataset
-    from nybble.models import regions
 
     asked = questions(Dataset.open(task.config.data), task.questions)
     flex, model.flex = model.flex, False  # compiling for these few passes would take longer than they do
-    with regions.disabled():
-        share = accuracy(model, asked, batch=QUESTIONS_AT_A_TIME[model.lm_head.weight.device.type])
+    share = accuracy(model, asked, batch=QUESTIONS_AT_A_TIME[model.lm_head.weight.device.type])
     model.flex = flex
     found = {"questions": len(asked), "accuracy": share}
     (task.folder / CHOICES).write_text(json.dumps(found) + "\n", encoding="utf-8")

@@ -59,7 +59,7 @@ class Captured:
     def evaluate(self, batch: Batch, step: int, micro: int) -> Tensor:
         """Loss of a batch, without gradients, until the next call. Some step must have come before."""
         if self.held_out is None:
-            # With gradients enabled, as in a step: compiled regions are then not compiled a second time.
+            # With gradients enabled, as in a step: nothing is then compiled a second time.
             self.set_step(step, 0)
             graph = torch.cuda.CUDAGraph()
             with torch.enable_grad(), torch.cuda.graph(graph, pool=self.graphs[0].pool()):

@@ -206,7 +206,7 @@ class PretrainConfig:
     compile: bool = False
     """Compile the whole model with torch.compile: minutes at the start of a run on a GPU."""
     graph: bool = False
-    """On one GPU: compile the elementwise passes alone, and launch each pass as a CUDA graph."""
+    """On one GPU: launch each forward and backward pass as a CUDA graph."""
     activation_checkpointing: bool = False
     """Keep only each layer's input and compute the layer again in the backward pass: same bits, less
     memory.

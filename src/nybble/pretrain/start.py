@@ -17,7 +17,7 @@ from nybble.checkpoints.identity import digest
 from nybble.data import Dataset, Loader
 from nybble.errors import ConfigError
 from nybble.layers import Report
-from nybble.models import CausalLM, presets, regions
+from nybble.models import CausalLM, presets
 from nybble.parallel import Mesh, Monitor, convert, make_mesh, shard
 from nybble.parallel.launch import check_agreement, joined, named_loss, rank_device
 from nybble.pretrain import metrics
@@ -132,7 +132,6 @@ def build_model(
     model.checkpoint_layers(config.activation_checkpointing)
     if config.compile:
         model.compile()
-    regions.enable(config.graph)
     if mesh is not None:
         gather, reshard = config.parallel.gather, config.parallel.reshard
         shard(model, mesh, gather=gather, reshard=reshard, monitor=monitor)

@@ -34,13 +34,13 @@ def _taps(weight_ptr, c, C, K: tl.constexpr, unit):
 
 
 @triton.jit
-def _row(pointer, t, inside, c, C):
-    """Row t, zeros where it is not `inside`: FP32 [columns]."""
-    return tl.load(pointer + t * C + c, mask=(c < C) & inside, other=0.0).to(tl.float32)
+def row(pointer, t, mask, c, C):
+    """Columns c of row t in FP32, zeros outside of the mask."""
+    return tl.load(pointer + t * C + c, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def _pushed(x, past):
+def pushed(x, past):
     """x, then all of `past` but the last."""
     out = (x,)
     for i in tl.static_range(len(past) - 1):
@@ -58,22 +58,22 @@ def conv_forward(
     first = tl.program_id(0).to(tl.int64) * EACH
     past = ()
     for lag in tl.static_range(1, K):
-        past = past + (_row(x_ptr, first - lag, (first >= lag) & (first < T), c, C),)
+        past = past + (row(x_ptr, first - lag, (first >= lag) & (first < T) & (c < C), c, C),)
     for step in range(EACH):
         t = first + step
         inside = t < T
         reach = t % S
         if STARTS:
             reach -= tl.maximum(tl.load(start_ptr + t, mask=inside, other=0), 0)
-        x = _row(x_ptr, t, inside, c, C)
+        x = row(x_ptr, t, inside & (c < C), c, C)
         y = x * taps[0]
         for lag in tl.static_range(1, K):
             y += tl.where(reach >= lag, past[lag - 1], 0.0) * taps[lag]
         if RESIDUAL:
-            y += _row(residual_ptr, t, inside, c, C)
+            y += row(residual_ptr, t, inside & (c < C), c, C)
         tl.store(y_ptr + t * C + c, y.to(y_ptr.dtype.element_ty), mask=(c < C) & inside)
         if K > 1:
-            past = _pushed(x, past)
+            past = pushed(x, past)
 
 
 @triton.jit(do_not_specialize=["T", "S"])
@@ -89,14 +89,14 @@ def conv_backward(
     later = ()
     sums = (tl.zeros((BC,), tl.float32),)
     for lag in tl.static_range(1, K):
-        later = later + (_row(dy_ptr, last + lag, last + lag < T, c, C),)
+        later = later + (row(dy_ptr, last + lag, (last + lag < T) & (c < C), c, C),)
         sums = sums + (tl.zeros((BC,), tl.float32),)
     for step in range(EACH):
         t = last - step
         inside = t < T
         here = (c < C) & inside
-        x = _row(x_ptr, t, inside, c, C)
-        dy = _row(dy_ptr, t, inside, c, C)
+        x = row(x_ptr, t, here, c, C)
+        dy = row(dy_ptr, t, here, c, C)
         if RESIDUAL:
             tl.store(dresidual_ptr + t * C + c, dy.to(dresidual_ptr.dtype.element_ty), mask=here)
         dx = dy * taps[0]
@@ -111,14 +111,14 @@ def conv_backward(
         sums = more
         tl.store(dx_ptr + t * C + c, dx.to(dx_ptr.dtype.element_ty), mask=here)
         if K > 1:
-            later = _pushed(dy, later)
+            later = pushed(dy, later)
     for lag in tl.static_range(K):
         part = (tl.program_id(0) * C + c) * K + (K - 1 - lag)
         tl.store(dweight_ptr + part, sums[lag] * unit, mask=c < C)
 
 
-def _programs(tokens: int) -> tuple[int, int]:
-    """(programs along the tokens, tokens of each)."""
+def walks(tokens: int) -> tuple[int, int]:
+    """(programs along the tokens, tokens that each walks over)."""
     each = max(1, triton.cdiv(tokens, PARTS))
     return triton.cdiv(tokens, each), each
 
@@ -141,7 +141,7 @@ class ShortConv(torch.autograd.Function):
         _, S, C = x.shape
         T, K = x.numel() // C, weight.shape[-1]
         y = empty_like(x, dtype)
-        programs, each = _programs(T)
+        programs, each = walks(T)
         if T:
             conv_forward[(programs, triton.cdiv(C, COLUMNS))](
                 x, weight, starts, None if residual is None else residual.contiguous(), y, T, S,
@@ -161,7 +161,7 @@ class ShortConv(torch.autograd.Function):
         dresidual = None
         if ctx.residual is not None:
             dresidual = dy if dy.dtype == ctx.residual else empty_like(x, ctx.residual)
-        programs, each = _programs(T)
+        programs, each = walks(T)
         sums = torch.empty(programs, *weight.shape, dtype=torch.float32, device=x.device)
         if T:
             conv_backward[(programs, triton.cdiv(C, COLUMNS))](

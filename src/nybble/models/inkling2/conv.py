@@ -10,7 +10,6 @@ from nybble.models.context import Context
 from nybble.models.conv import causal_conv, lagged
 from nybble.models.cuda import on_gpu
 from nybble.models.linear import Linear
-from nybble.models.regions import region
 
 
 class ShortConvolution(nn.Module):
@@ -34,31 +33,27 @@ class ShortConvolution(nn.Module):
         """In `dtype`, the input's by default, after `residual` [B, S, C] was added in FP32."""
         dtype, past = dtype or x.dtype, context.conv_state(x, self.layer, self.slot, self.kernel)
         if on_gpu(x):
-            return _on_gpu(x, self.conv1d.weight, past, context.starts, residual, dtype)
+            from nybble.models.cuda.conv import ShortConv
+
+            if past is None:
+                return ShortConv.apply(x, self.conv1d.weight, context.starts, residual, dtype)
+            line, starts, before = _behind(past, x, context.starts)
+            residual = None if residual is None else F.pad(residual, (0, 0, before, 0))
+            return ShortConv.apply(line, self.conv1d.weight, starts, residual, dtype)[:, before:]
         y = causal_conv(x.float(), plain_taps(self.conv1d.weight), None, past, context.same)
         # rounded to the input's dtype first, as the published model does
         y = y.to(x.dtype)
         return (y if residual is None else residual.float() + y.float()).to(dtype)
 
 
-def _on_gpu(
-    x: Tensor,
-    weight: Tensor,
-    past: Tensor | None,
-    starts: Tensor | None,
-    residual: Tensor | None,
-    dtype: torch.dtype,
-) -> Tensor:
-    from nybble.models.cuda.conv import ShortConv
+def _behind(past: Tensor, x: Tensor, starts: Tensor | None) -> tuple[Tensor, Tensor | None, int]:
+    """x [B, S, C] behind the tokens of a cache, where its documents start there, and how many those are.
 
-    if past is None:
-        return ShortConv.apply(x, weight, starts, residual, dtype)
-    # the same kernel with and without a cache, so that both give a token the same bits
+    A GPU runs the same kernel with and without a cache, so that both give a token the same bits.
+    """
     before = past.shape[1]
-    line = torch.cat([past, x], dim=1)
     starts = None if starts is None else F.pad(starts + before, (before, 0))
-    residual = None if residual is None else F.pad(residual, (0, 0, before, 0))
-    return ShortConv.apply(line, weight, starts, residual, dtype)[:, before:]
+    return torch.cat([past, x], dim=1), starts, before
 
 
 def plain_taps(weight: Tensor) -> Tensor:
@@ -85,13 +80,22 @@ class DynamicShortConvolution(nn.Module):
 
     def forward(self, x: Tensor, context: Context, driver: Tensor) -> Tensor:
         past = context.conv_state(x, self.layer, self.slot, self.kernel)
-        return _dynamic_convolution(x, self.static_weight, self.weight_proj(driver), past, context.same)
+        dynamic = self.weight_proj(driver)
+        if on_gpu(x):
+            from nybble.models.cuda.conv_dynamic import DynamicConv
+
+            if past is None:
+                return DynamicConv.apply(x, self.static_weight, dynamic, context.starts)
+            line, starts, before = _behind(past, x, context.starts)
+            dynamic = F.pad(dynamic, (0, 0, before, 0))
+            return DynamicConv.apply(line, self.static_weight, dynamic, starts)[:, before:]
+        return plain_dynamic_convolution(x, self.static_weight, dynamic, past, context.same)
 
 
-@region
-def _dynamic_convolution(
+def plain_dynamic_convolution(
     x: Tensor, static: Tensor, dynamic: Tensor, past: Tensor | None, same: tuple[Tensor, ...]
 ) -> Tensor:
+    """The same as a formula."""
     dtype, x = x.dtype, x.float()
     B, S, C = x.shape
     kernel = static.shape[0]
