@@ -12,6 +12,7 @@ import triton.language as tl
 from nybble.kernels.cuda import scales as rule
 from nybble.kernels.cuda.elements import value
 from nybble.kernels.cuda.gates import load_gated, scaled_pairs, swiglu_backward
+from nybble.kernels.cuda.gather import lanes
 from nybble.kernels.cuda.registers import floats, load_e4m3, load_raw, store_values
 
 
@@ -57,32 +58,32 @@ def row_factors(
     tl.store(out_ptr + row, f, mask=mask)
 
 
-@triton.jit(do_not_specialize=["units", "groups"])
+@triton.jit(do_not_specialize=["rows", "units", "groups"])
 def swiglu_rows(
     x_ptr,  # BF16 pairs [R, 2I]
     h_ptr,  # BF16 pairs [R, I]
     factor_ptr,
     ends_ptr,
+    rows,
     units,  # I / 8
     groups,
     GATE_CAP: tl.constexpr,
     UP_CAP: tl.constexpr,
     HAS_FACTOR: tl.constexpr,
+    BR: tl.constexpr,
     N: tl.constexpr,
     ASM: tl.constexpr,
 ):
     """h of each row of gate and up."""
-    row = tl.program_id(0).to(tl.int64)
-    u = (tl.program_id(1) * N + tl.arange(0, N)).to(tl.int64)
-    mask = u < units
+    row, u, mask = lanes(rows, units, tl.program_id(1) * N, BR, N)
     inside = mask & (row < tl.load(ends_ptr + groups - 1))
-    factor = tl.load(factor_ptr + row) if HAS_FACTOR else 1.0
+    factor = tl.load(factor_ptr + row, mask=mask, other=0.0) if HAS_FACTOR else 1.0
     at = row * units * 16 + u * 8
     h = load_gated(x_ptr, at, units.to(tl.int64) * 8, inside, factor, HAS_FACTOR, GATE_CAP, UP_CAP, ASM)
     store_values(h_ptr, (row * units + u) * 8, floats(h, True), mask, True, ASM)
 
 
-@triton.jit(do_not_specialize=["units", "groups", "scale_columns"])
+@triton.jit(do_not_specialize=["rows", "units", "groups", "scale_columns"])
 def swiglu_backward_rows(
     x_ptr,  # gate and up: BF16 pairs [R, 2I]
     factor_ptr,  # of x
@@ -96,6 +97,7 @@ def swiglu_backward_rows(
     d_ptr,  # BF16 pairs [R, 2I]
     dot_ptr,  # FP32 by pair: <g, h>
     ends_ptr,
+    rows,
     units,  # I / 8
     groups,
     scale_columns,
@@ -108,23 +110,26 @@ def swiglu_backward_rows(
     DOT: tl.constexpr,  # 0: none, 1: with h in BF16, 2: with h in codes
     D: tl.constexpr,  # whether the gradient at gate and up is wanted
     LOOPS: tl.constexpr,
+    BR: tl.constexpr,
     N: tl.constexpr,
     ASM: tl.constexpr,
 ):
     """Gradients at gate and up, and at the routing weights, of each row."""
-    row = tl.program_id(0).to(tl.int64)
+    row, unit, _ = lanes(rows, units, 0, BR, N)
+    real = row < rows
     inside = row < tl.load(ends_ptr + groups - 1)
-    factor = tl.load(factor_ptr + row) if HAS_FACTOR else 1.0
-    g_factor = tl.load(g_factor_ptr + row) if HAS_G_FACTOR else 1.0
-    pair = tl.load(order_ptr + row)
-    weight = tl.load(weights_ptr + pair)
+    factor = tl.load(factor_ptr + row, mask=real, other=0.0) if HAS_FACTOR else 1.0
+    g_factor = tl.load(g_factor_ptr + row, mask=real, other=0.0) if HAS_G_FACTOR else 1.0
+    weight = tl.load(weights_ptr + tl.load(order_ptr + row, mask=real, other=0), mask=real, other=0.0)
     s_dec = 1.0
     if DOT == 2:
-        s_dec = tl.div_rn(1.0, rule.encode_scale(tl.load(h_amax_ptr + row * AMAX_ROWS), OUTER_MAX))
-    dots = tl.zeros((N,), tl.float32)
+        amax = tl.load(h_amax_ptr + row * AMAX_ROWS, mask=real, other=0.0)
+        s_dec = tl.div_rn(tl.full((BR * N,), 1.0, tl.float32), rule.encode_scale(amax, OUTER_MAX))
+    dots = tl.zeros((BR * N,), tl.float32)
     for i in range(LOOPS):
-        u = (i * N + tl.arange(0, N)).to(tl.int64)
-        mask = (u < units) & inside
+        u = unit + i * N
+        present = (u < units) & real
+        mask = present & inside
         g = floats(load_raw(g_ptr, (row * units + u) * 8, mask, True), True)
         if HAS_G_FACTOR:
             more = ()
@@ -154,38 +159,40 @@ def swiglu_backward_rows(
                 a, b = swiglu_backward(gate[j], up[j], g[j] * weight, GATE_CAP, UP_CAP)
                 dgate = dgate + (a,)
                 dup = dup + (b,)
-            store_values(d_ptr, at, dgate, u < units, True, ASM)
-            store_values(d_ptr, at + half, dup, u < units, True, ASM)
+            store_values(d_ptr, at, dgate, present, True, ASM)
+            store_values(d_ptr, at + half, dup, present, True, ASM)
     if DOT > 0:
-        tl.store(dot_ptr + pair, tl.sum(dots))
+        one = tl.program_id(0) * BR + tl.arange(0, BR)
+        pair = tl.load(order_ptr + one, mask=one < rows, other=0)
+        tl.store(dot_ptr + pair, tl.sum(tl.reshape(dots, (BR, N)), 1), mask=one < rows)
 
 
-@triton.jit(do_not_specialize=["units", "groups"])
+@triton.jit(do_not_specialize=["tokens", "units", "groups"])
 def combine_rows(
     x_ptr,  # BF16 pairs [R, C]
     factor_ptr,  # FP32 [R]
     place_ptr,  # int32 [R]: row of each pair
     ends_ptr,
     y_ptr,  # BF16 pairs [T, C]
+    tokens,
     units,  # C / 8
     groups,
     k: tl.constexpr,
     HAS_FACTOR: tl.constexpr,
+    BR: tl.constexpr,
     N: tl.constexpr,
     ASM: tl.constexpr,
 ):
     """Sum of the k rows of each token, times their factors, in FP32 and in the order of the choices."""
-    token = tl.program_id(0).to(tl.int64)
-    u = (tl.program_id(1) * N + tl.arange(0, N)).to(tl.int64)
-    mask = u < units
+    token, u, mask = lanes(tokens, units, tl.program_id(1) * N, BR, N)
     last = tl.load(ends_ptr + groups - 1)
     total = ()
     for _ in tl.static_range(8):
-        total = total + (tl.zeros((N,), tl.float32),)
+        total = total + (tl.zeros((BR * N,), tl.float32),)
     for choice in tl.static_range(k):
-        row = tl.load(place_ptr + token * k + choice).to(tl.int64)
+        row = tl.load(place_ptr + token * k + choice, mask=mask, other=0).to(tl.int64)
         x = floats(load_raw(x_ptr, (row * units + u) * 8, mask & (row < last), True), True)
-        factor = tl.load(factor_ptr + row) if HAS_FACTOR else 1.0
+        factor = tl.load(factor_ptr + row, mask=mask, other=0.0) if HAS_FACTOR else 1.0
         more = ()
         for j in tl.static_range(8):
             more = more + (total[j] + (x[j] * factor if HAS_FACTOR else x[j]),)

@@ -33,10 +33,14 @@ def _pairs(t: Tensor) -> Tensor:
     return t.view(torch.int32)
 
 
+LANES = 256
+"""Of one program: two a thread of four warps, 16 bytes each."""
+
+
 def _tile(units: int) -> tuple[int, int]:
-    """(units of a program, warps) of an elementwise pass: 16 bytes a thread and load."""
-    n = max(32, min(256, pow2(units)))
-    return n, max(1, n // 64)
+    """(rows, units of a row) of a program."""
+    n = min(LANES, pow2(units))
+    return LANES // n, n
 
 
 def row_factors(
@@ -79,17 +83,19 @@ def row_factors(
 def gather_rows(x: Tensor, index: Tensor, factor: Tensor | None) -> Tensor:
     """See `fused.gather_rows`."""
     out = x.new_empty(index.shape[0], x.shape[1])
-    n, warps = _tile(x.shape[1] // 8)
-    gather_kernel.gather_rows[(out.shape[0], cdiv(x.shape[1] // 8, n))](
+    rows, n = _tile(x.shape[1] // 8)
+    gather_kernel.gather_rows[(cdiv(out.shape[0], rows), cdiv(x.shape[1] // 8, n))](
         _pairs(x),
         index,
         factor,
         _pairs(out),
+        out.shape[0],
         x.shape[1] // 8,
         HAS_FACTOR=factor is not None,
+        BR=rows,
         N=n,
         ASM=use_asm(x.device),
-        num_warps=warps,
+        num_warps=4,
         enable_fp_fusion=False,
     )
     return out
@@ -98,20 +104,22 @@ def gather_rows(x: Tensor, index: Tensor, factor: Tensor | None) -> Tensor:
 def combine_rows(x: Tensor, factor: Tensor | None, place: Tensor, ends: Tensor, k: int) -> Tensor:
     """See `fused.combine_rows`."""
     y = x.new_empty(place.shape[0] // k, x.shape[1])
-    n, warps = _tile(x.shape[1] // 8)
-    kernel.combine_rows[(y.shape[0], cdiv(x.shape[1] // 8, n))](
+    rows, n = _tile(x.shape[1] // 8)
+    kernel.combine_rows[(cdiv(y.shape[0], rows), cdiv(x.shape[1] // 8, n))](
         _pairs(x),
         factor,
         place,
         ends,
         _pairs(y),
+        y.shape[0],
         x.shape[1] // 8,
         ends.shape[0],
         k,
         HAS_FACTOR=factor is not None,
+        BR=rows,
         N=n,
         ASM=use_asm(x.device),
-        num_warps=warps,
+        num_warps=4,
         enable_fp_fusion=False,
     )
     return y
@@ -123,20 +131,22 @@ def swiglu_rows(
     """See `fused.swiglu_rows`."""
     R, width = gate_up.shape[0], gate_up.shape[1] // 2
     h = gate_up.new_empty(R, width)
-    n, warps = _tile(width // 8)
-    kernel.swiglu_rows[(R, cdiv(width // 8, n))](
+    rows, n = _tile(width // 8)
+    kernel.swiglu_rows[(cdiv(R, rows), cdiv(width // 8, n))](
         _pairs(gate_up),
         _pairs(h),
         factor,
         ends,
+        R,
         width // 8,
         ends.shape[0],
         GATE_CAP=gate_cap,
         UP_CAP=up_cap,
         HAS_FACTOR=factor is not None,
+        BR=rows,
         N=n,
         ASM=use_asm(h.device),
-        num_warps=warps,
+        num_warps=4,
         enable_fp_fusion=False,
     )
     return h
@@ -213,8 +223,8 @@ def swiglu_backward(
     dots = torch.empty(R, dtype=torch.float32, device=g.device) if h else torch.zeros(R, device=g.device)
     coded = len(h) == 3
     units = width // 8
-    n = max(64, min(512, pow2(units)))
-    kernel.swiglu_backward_rows[(R,)](
+    rows, n = _tile(units)
+    kernel.swiglu_backward_rows[(cdiv(R, rows),)](
         _pairs(gate_up),
         factor,
         _pairs(g),
@@ -227,6 +237,7 @@ def swiglu_backward(
         _pairs(d),
         dots,
         ends,
+        R,
         units,
         ends.shape[0],
         cdiv(width, 16),
@@ -239,9 +250,10 @@ def swiglu_backward(
         DOT=(1 + int(coded)) if h else 0,
         D=need_gate_up,
         LOOPS=cdiv(units, n),
+        BR=rows,
         N=n,
         ASM=use_asm(g.device),
-        num_warps=min(8, n // 32),
+        num_warps=4,
         enable_fp_fusion=False,
     )
     return d, dots
