@@ -1,19 +1,21 @@
-"""Runs the GPU passes of models under Triton's interpreter against plain formulas and autograd.
+"""The GPU passes of models against plain formulas and autograd, on the default device.
 
-A script, because TRITON_INTERPRET must be set before anything imports triton.
+As a script it runs them under Triton's interpreter: TRITON_INTERPRET must be set before anything imports
+triton.
 """
 
 from collections.abc import Callable
+from unittest.mock import patch
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from nybble.models.context import document_starts, same_document
 from nybble.models.conv import causal_conv
-from nybble.models.cuda import conv, conv_dynamic, gate, head, mix, norms, tiles
+from nybble.models.cuda import conv, conv_dynamic, gate, head, mix, norms, router, tiles
 from nybble.models.inkling2.conv import plain_dynamic_convolution, plain_taps
 from nybble.models.inkling2.residual import EPS, plain_mix
+from nybble.models.inkling2.router import _Logits
 from nybble.models.loss import plain_rows
 from nybble.models.norms import CLIP_EPS, plain_l2_clip, plain_rms_norm
 
@@ -28,8 +30,8 @@ def compare(
     for function in (got, want):
         leaves = [None if x is None else x.clone().requires_grad_(x.is_floating_point()) for x in inputs]
         outs = function(*leaves)
-        gen = torch.Generator().manual_seed(1)
-        douts = [torch.randn(y.shape, generator=gen).to(y.dtype) for y in outs]
+        torch.manual_seed(1)
+        douts = [torch.randn(y.shape).to(y.dtype) for y in outs]
         taken = [x for x in leaves if x is not None and x.requires_grad]
         results.append((*outs, *torch.autograd.grad(outs, taken, douts)))
     for i, (a, b) in enumerate(zip(*results, strict=True)):
@@ -150,12 +152,39 @@ def losses() -> None:
         loss = plain_rows(want, labels, cap, share)
         torch.testing.assert_close(head.rows(z, labels, cap, share, -100), loss, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(z, want, rtol=1e-4, atol=1e-7)
-    assert F.cross_entropy(torch.zeros(1, 2), torch.tensor([0])) > 0
+
+
+def routes() -> None:
+    T, H, E, k, gain = 37, 80, 6, 3, 2.5
+    x, weight, bias = torch.randn(T, H).to(BF16), torch.randn(E, H) * 0.1, torch.randn(E) * 0.1
+
+    def want(x, weight):
+        logits = _Logits.apply(x, weight)
+        scores = torch.sigmoid(logits)
+        experts = torch.topk(scores + bias, k, dim=-1).indices
+        assert torch.equal(experts, router.Route.apply(x, weight, bias, k, gain)[2])
+        weights = scores.gather(1, experts)
+        return logits, weights / (weights.sum(-1, keepdim=True) + 1e-20) * gain
+
+    def got(x, weight):
+        logits, weights, experts = router.Route.apply(x, weight, bias, k, gain)
+        assert torch.equal(router.weigh(logits, experts, gain), weights)
+        return logits, weights
+
+    compare(got, want, x, weight)
+
+
+CHECKS = (norms_of_rows, mixtures, convolutions, dynamic_convolutions, gates, losses, routes)
+
+
+def run(check: Callable[[], None]) -> None:
+    """One of the checks, with so few programs that each has several tiles of tokens to go through."""
+    torch.manual_seed(0)
+    with patch.object(conv, "PARTS", 5), patch.object(tiles, "PARTS", 9):
+        check()
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    torch.manual_seed(0)
-    conv.PARTS, tiles.PARTS = 5, 9  # so that a program has several tiles of tokens to go through
-    for check in (norms_of_rows, mixtures, convolutions, dynamic_convolutions, gates, losses):
-        check()
+    for check in CHECKS:
+        run(check)

@@ -1,0 +1,35 @@
+"""The passes of models on GPUs, without a GPU under Triton's interpreter, are their plain formulas."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
+CHECKS = ["norms_of_rows", "mixtures", "convolutions", "dynamic_convolutions", "gates", "losses", "routes"]
+
+
+def test_interpreted_passes_equal_the_formulas():
+    script = Path(__file__).with_name("cuda_pass_cases.py")
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", str(script)],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", CHECKS)
+def test_passes_equal_the_formulas_on_a_gpu(name):
+    import cuda_pass_cases
+
+    with torch.device("cuda"):
+        cuda_pass_cases.run(getattr(cuda_pass_cases, name))
