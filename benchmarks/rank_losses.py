@@ -36,6 +36,8 @@ class Config:
     preset: str = "tiny"
     recipe: str = "inkling"
     steps: int = 300
+    sequence: int = 0
+    """Tokens of a sequence; 0 is what suits the preset."""
     seeds: int = 3
     cores: int = os.cpu_count() or 1
     runs: Path = Path("runs/rank-losses")
@@ -99,8 +101,11 @@ def start(config: Config, run: Run, port: int) -> None:
     words = [
         "-m", "nybble", "pretrain", config.preset, "--recipe", str(recipe), "--data", str(config.data),
         "--out", str(config.runs / run.name), "--seed", str(run.seed), "--steps", str(config.steps),
-        "--device", "cpu", "--threads", str(threads), "--save-every", "0", "--overwrite",
+        "--device", "cpu", "--threads", str(threads), "--save-every", "0",
+        "--val-every", "0", "--overwrite",
     ]  # fmt: skip
+    if config.sequence:
+        words += ["--sequence", str(config.sequence)]
     if run.ranks > 1:
         launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(run.ranks)]
         words = [*launcher, "--master-addr", "127.0.0.1", "--master-port", str(port), *words]
