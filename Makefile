@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: demo demo-rl test lint install clean
+.PHONY: demo demo-rl test lint install bench-gpu clean
 
 install: $(STAMP)
 
@@ -33,6 +33,12 @@ lint: $(STAMP)
 # One process a core, each with one thread: the tests are many and small.
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto
+
+# The figures of the README on a GPU: kernels, a layer of experts, a whole step.
+bench-gpu: $(STAMP)
+	$(BIN)/nybble bench --device cuda
+	$(BIN)/python benchmarks/experts_cuda.py
+	$(BIN)/python benchmarks/pretrain_cuda.py --graph
 
 clean:
 	rm -rf $(VENV) runs data dist build
