@@ -14,6 +14,7 @@ from nybble.errors import NybbleError
 from nybble.models.balance import ExpertLoad
 from nybble.models.cache import Cache
 from nybble.models.context import Context, document_starts, same_document
+from nybble.models.documents import find_documents
 from nybble.models.flex import block_mask
 from nybble.models.loss import IGNORE, head_loss
 from nybble.models.pretrained import Pretrained
@@ -48,7 +49,8 @@ class CausalLM(ExpertLoad, Pretrained):
     `model(ids [B, S], context, dtype)` gives hidden states [B, S, H] and tokens per expert [layers, E],
     or None without experts.
     `compute_dtype` is the dtype of activations; None takes the parameters' dtype, but BF16 for FP32
-    parameters on CUDA. `flex` says whether attention goes through FlexAttention; None: on CUDA.
+    parameters on CUDA. `flex` says whether attention goes through FlexAttention; None: on CUDA, where the
+    architecture has no fused kernel or its kernel does not serve the model (`why_not_fused`).
     `knows_batch_invariance` says whether `nybble.models.invariant` covers all operations of the forward pass.
     """
 
@@ -76,6 +78,11 @@ class CausalLM(ExpertLoad, Pretrained):
     def windows(self) -> list[int | None]:
         """Attention window of each layer, None for full attention or none at all."""
         raise NotImplementedError
+
+    def why_not_fused(self, device: torch.device) -> str | None:
+        """Why attention on `device` does not go through a kernel of our own; None if it does."""
+        del device
+        return "the architecture has no attention kernel of its own"
 
     def status(self) -> str | None:
         """One line on how the model is computed where it is, and why, if there is a choice."""
@@ -203,7 +210,11 @@ class CausalLM(ExpertLoad, Pretrained):
         if segments is not None:
             context.same = same_document(segments, before, self.kernel)
             context.starts = document_starts(segments, before)
-        if (ids.is_cuda if self.flex is None else self.flex) and cache is None and ids.numel():
+        if self.flex is None and ids.numel() and self.why_not_fused(ids.device) is None:
+            context.fused = True
+            if segments is not None and past == 0:
+                context.documents = find_documents(segments)
+        elif (ids.is_cuda if self.flex is None else self.flex) and cache is None and ids.numel():
             for window in set(self.windows()):
                 context.block_masks[window] = block_mask(
                     ids.shape[1], window, segments, ids.shape[0], ids.device

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from nybble.models.cache import Cache
+from nybble.models.documents import Documents
 
 
 @dataclass
@@ -18,7 +19,9 @@ class Context:
     `past` tokens are already in `cache`; `past_segments` [B, past] go with `segments`; `same` holds for each
     lag 1..kernel-1 an FP32 [B, S, 1] that is 1 where the token that far back is of the same document, or
     nothing; `starts` [B, S] says where each token's document starts, counted from the first of these tokens
-    and so negative for one that began in the cache; `block_masks` holds FlexAttention's masks by window.
+    and so negative for one that began in the cache; `block_masks` holds FlexAttention's masks by window;
+    `fused` says that attention without a past goes through the model's own kernels, `documents` tells them
+    the segments.
     """
 
     positions: Tensor | None = None
@@ -29,6 +32,8 @@ class Context:
     block_masks: dict[int | None, Any] = field(default_factory=dict)
     same: tuple[Tensor, ...] = ()
     starts: Tensor | None = None
+    fused: bool = False
+    documents: Documents | None = None
 
     def conv_state(self, x: Tensor, layer: int, slot: int, kernel: int) -> Tensor | None:
         """The kernel-1 inputs [B, kernel-1, C] before x, after noting those of x; None without a cache."""

@@ -112,6 +112,10 @@ def _attend(*arguments: Any) -> Tensor:
     return invariant.attend(*arguments)
 
 
+def _no_tiles(*_: Any) -> Tensor:
+    raise NybbleError("the batch-invariant mode does not know fused attention; set model.flex = False")
+
+
 def _sum(x: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
     axes = list(range(x.dim())) if dim is None else [d % x.dim() for d in dim]
     if axes != [x.dim() - 1]:
@@ -193,10 +197,12 @@ _RULES: dict[Any, Rule] = {
 def _register() -> None:
     """The ops of the rooms below, which exist once those are imported."""
     import nybble.layers.gemm
-    import nybble.models.inkling2.attend  # noqa: F401
+    import nybble.models.inkling2.attend
+    import nybble.models.inkling2.fused  # noqa: F401
 
     _RULES[torch.ops.nybble.grouped_rows.default] = _grouped_rows
     _RULES[torch.ops.nybble.relative_attention.default] = _attend
+    _RULES[torch.ops.nybble.fused_relative_attention.default] = _no_tiles
 
 
 _register()

@@ -16,8 +16,10 @@ from torch import Tensor, nn
 
 from nybble.errors import ConfigError
 from nybble.formats.philox import philox4x32
+from nybble.models import CausalLM
 from nybble.models.generate import Decoder, check_sampling, pick
 from nybble.models.invariant import batch_invariant
+from nybble.rl.forward import chunked_attention
 from nybble.rl.routing import Experts, RoutingNote, note_routing
 
 DRAW_TAG = 240
@@ -87,7 +89,7 @@ def uniforms(
 
 @torch.no_grad()
 def sample(
-    model: nn.Module,
+    model: CausalLM,
     requests: Sequence[Request],
     params: SamplingParams,
     stop: frozenset[int],
@@ -112,7 +114,11 @@ def sample(
     training = model.training
     model.eval()
     try:
-        with batch_invariant(invariant), note_routing(model) as note:
+        with (
+            chunked_attention(model, invariant),
+            batch_invariant(invariant),
+            note_routing(model) as note,
+        ):
             return _sample(model, requests, params, stop, version, prefill_chunk, note)
     finally:
         model.train(training)

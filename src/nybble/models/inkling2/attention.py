@@ -11,6 +11,7 @@ from nybble.models.cuda import on_gpu
 from nybble.models.inkling2.attend import attend_chunks
 from nybble.models.inkling2.conv import DynamicShortConvolution, ShortConvolution
 from nybble.models.inkling2.flex import attend_flex
+from nybble.models.inkling2.fused import attend_fused
 from nybble.models.linear import Linear
 from nybble.models.norms import l2_clip, rms_norm
 
@@ -153,12 +154,17 @@ class Attention(nn.Module):
         v = self.v_proj(value_input, context, value_driver)
         rel = self.relative_position_bias(x_rel, gain)
         proj, sink = self.relative_position_bias.proj, self.sink_proj(x_sink)
-        if self.window in context.block_masks:
+        if context.cache is not None:
+            k, v = context.cache.extend(self.layer, k, v)
+        if context.fused and context.past == 0:
+            out = attend_fused(
+                q, k, v, rel, proj, sink,
+                window=self.window, scale=self.scale, documents=context.documents,
+            )  # fmt: skip
+        elif self.window in context.block_masks:
             mask = context.block_masks[self.window]
             out = attend_flex(q, k, v, rel, proj, sink, scale=self.scale, mask=mask)
         else:
-            if context.cache is not None:
-                k, v = context.cache.extend(self.layer, k, v)
             keys = context.key_segments(k.shape[1])
             out = attend_chunks(
                 q, k, v, rel, proj, sink, window=self.window, scale=self.scale,

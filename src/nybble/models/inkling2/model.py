@@ -13,6 +13,7 @@ from nybble.models.cache import Cache
 from nybble.models.causal_lm import CausalLM, Stack
 from nybble.models.context import Context, document_positions
 from nybble.models.inkling2.config import check, windows
+from nybble.models.inkling2.fused import why_not_fused
 from nybble.models.inkling2.layer import DecoderLayer, make_layer
 from nybble.models.inkling2.pretrained import Inkling2PreTrainedModel
 from nybble.models.inkling2.residual import BlockAttentionResidual
@@ -86,6 +87,12 @@ class Inkling2ForCausalLM(CausalLM, Inkling2PreTrainedModel):
 
     def windows(self) -> list[int | None]:
         return windows(self.config)
+
+    def why_not_fused(self, device: torch.device) -> str | None:
+        config = self.config
+        kinds = {"hybrid": (config.head_dim,), "hybrid_sliding": (config.swa_head_dim,)}
+        sizes = tuple(sorted({size for kind in config.layer_types for size in kinds[kind]}))
+        return why_not_fused(device, self._dtype(), sizes, config.d_rel)
 
     def routers(self) -> Iterator[nn.Module]:
         for layer in self.model.layers:
