@@ -180,7 +180,11 @@ CHECKS = (norms_of_rows, mixtures, convolutions, dynamic_convolutions, gates, lo
 def run(check: Callable[[], None]) -> None:
     """One of the checks, with so few programs that each has several tiles of tokens to go through."""
     torch.manual_seed(0)
-    with patch.object(conv, "PARTS", 5), patch.object(tiles, "PARTS", 9):
+    with (
+        patch.object(conv, "PARTS", 3),
+        patch.object(tiles, "PARTS", 9),
+        patch.object(norms, "HEAD_PARTS", 9),
+    ):
         check()
 
 

@@ -5,7 +5,7 @@
 Lags that reach before the sequence or the token's document count as zeros.
 """
 # mypy: ignore-errors
-# ruff: noqa: RUF005 -- Triton adds tuples but does not unpack them
+# ruff: noqa: RUF005, RET505 -- Triton adds tuples, does not unpack them, and wants an else after a return
 
 from typing import Any
 
@@ -19,8 +19,12 @@ from nybble.models.cuda.tiles import empty_like
 COLUMNS = 256
 """Channels of a program, a warp: eight a thread."""
 
-PARTS = 1024
-"""Most programs along the tokens. Each walks over its tokens and keeps the last K in registers."""
+PARTS = 512
+"""Most programs along the tokens that share out the sums of a backward pass. Each walks over its tokens and
+keeps the last K in registers."""
+
+STRIDE = 4
+"""Tokens that a program loads at once: a warp waits for memory once for all of them."""
 
 
 @triton.jit
@@ -40,18 +44,27 @@ def row(pointer, t, mask, c, C):
 
 
 @triton.jit
-def pushed(x, past):
-    """x, then all of `past` but the last."""
-    out = (x,)
-    for i in tl.static_range(len(past) - 1):
-        out = out + (past[i],)
+def behind(xs, past, i: tl.constexpr, lag: tl.constexpr):
+    """What a walk met `lag` before xs[i]; `past` is what it met before xs, the last first."""
+    if i >= lag:
+        return xs[i - lag]
+    else:
+        return past[lag - i - 1]
+
+
+@triton.jit
+def pushed(xs, past):
+    """`past` behind xs."""
+    out = ()
+    for i in tl.static_range(len(past)):
+        out = out + (behind(xs, past, len(xs), i + 1),)
     return out
 
 
 @triton.jit(do_not_specialize=["T", "S"])
 def conv_forward(
     x_ptr, weight_ptr, start_ptr, residual_ptr, y_ptr, T, S, unit, C: tl.constexpr, K: tl.constexpr,
-    STARTS: tl.constexpr, RESIDUAL: tl.constexpr, EACH: tl.constexpr, BC: tl.constexpr,
+    STARTS: tl.constexpr, RESIDUAL: tl.constexpr, EACH: tl.constexpr, U: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     c = tl.program_id(1) * BC + tl.arange(0, BC)
     taps = _taps(weight_ptr, c, C, K, unit)
@@ -59,27 +72,35 @@ def conv_forward(
     past = ()
     for lag in tl.static_range(1, K):
         past = past + (row(x_ptr, first - lag, (first >= lag) & (first < T) & (c < C), c, C),)
-    for step in range(EACH):
-        t = first + step
-        inside = t < T
-        reach = t % S
-        if STARTS:
-            reach -= tl.maximum(tl.load(start_ptr + t, mask=inside, other=0), 0)
-        x = row(x_ptr, t, inside & (c < C), c, C)
-        y = x * taps[0]
-        for lag in tl.static_range(1, K):
-            y += tl.where(reach >= lag, past[lag - 1], 0.0) * taps[lag]
-        if RESIDUAL:
-            y += row(residual_ptr, t, inside & (c < C), c, C)
-        tl.store(y_ptr + t * C + c, y.to(y_ptr.dtype.element_ty), mask=(c < C) & inside)
+    for step in range(0, EACH, U):
+        xs = ()
+        ys = ()
+        for i in tl.static_range(U):
+            t = first + step + i
+            x = row(x_ptr, t, (t < T) & (c < C), c, C)
+            xs = xs + (x,)
+            y = x * taps[0]
+            if RESIDUAL:
+                y += row(residual_ptr, t, (t < T) & (c < C), c, C)
+            ys = ys + (y,)
+        for i in tl.static_range(U):
+            t = first + step + i
+            reach = t % S
+            if STARTS:
+                reach -= tl.maximum(tl.load(start_ptr + t, mask=t < T, other=0), 0)
+            y = ys[i]
+            for lag in tl.static_range(1, K):
+                y += tl.where(reach >= lag, behind(xs, past, i, lag), 0.0) * taps[lag]
+            tl.store(y_ptr + t * C + c, y.to(y_ptr.dtype.element_ty), mask=(t < T) & (c < C))
         if K > 1:
-            past = pushed(x, past)
+            past = pushed(xs, past)
 
 
 @triton.jit(do_not_specialize=["T", "S"])
 def conv_backward(
     dy_ptr, x_ptr, weight_ptr, start_ptr, dx_ptr, dweight_ptr, dresidual_ptr, T, S, unit, C: tl.constexpr,
-    K: tl.constexpr, STARTS: tl.constexpr, RESIDUAL: tl.constexpr, EACH: tl.constexpr, BC: tl.constexpr,
+    K: tl.constexpr, STARTS: tl.constexpr, RESIDUAL: tl.constexpr, EACH: tl.constexpr, U: tl.constexpr,
+    BC: tl.constexpr,
 ):  # fmt: skip
     """Walks from the last token to the first. Partial sums of the gradient of the weight go to row
     program_id(0) of [programs, C, K]."""
@@ -91,35 +112,39 @@ def conv_backward(
     for lag in tl.static_range(1, K):
         later = later + (row(dy_ptr, last + lag, (last + lag < T) & (c < C), c, C),)
         sums = sums + (tl.zeros((BC,), tl.float32),)
-    for step in range(EACH):
-        t = last - step
-        inside = t < T
-        here = (c < C) & inside
-        x = row(x_ptr, t, here, c, C)
-        dy = row(dy_ptr, t, here, c, C)
-        if RESIDUAL:
-            tl.store(dresidual_ptr + t * C + c, dy.to(dresidual_ptr.dtype.element_ty), mask=here)
-        dx = dy * taps[0]
-        more = (sums[0] + dy * x,)
-        for lag in tl.static_range(1, K):
-            sees = t % S + lag < S  # whether the token `lag` behind saw this one
-            if STARTS:
-                sees = sees & (t % S >= tl.load(start_ptr + t + lag, mask=sees & inside, other=0))
-            d = tl.where(sees, later[lag - 1], 0.0)
-            dx += d * taps[lag]
-            more = more + (sums[lag] + d * x,)
-        sums = more
-        tl.store(dx_ptr + t * C + c, dx.to(dx_ptr.dtype.element_ty), mask=here)
+    for step in range(0, EACH, U):
+        xs = ()
+        dys = ()
+        for i in tl.static_range(U):
+            t = last - step - i
+            xs = xs + (row(x_ptr, t, (t < T) & (c < C), c, C),)
+            dys = dys + (row(dy_ptr, t, (t < T) & (c < C), c, C),)
+        for i in tl.static_range(U):
+            t = last - step - i
+            here = (t < T) & (c < C)
+            if RESIDUAL:
+                tl.store(dresidual_ptr + t * C + c, dys[i].to(dresidual_ptr.dtype.element_ty), mask=here)
+            dx = dys[i] * taps[0]
+            more = (sums[0] + dys[i] * xs[i],)
+            for lag in tl.static_range(1, K):
+                sees = t % S + lag < S  # whether the token `lag` behind saw this one
+                if STARTS:
+                    sees = sees & (t % S >= tl.load(start_ptr + t + lag, mask=sees & (t < T), other=0))
+                d = tl.where(sees, behind(dys, later, i, lag), 0.0)
+                dx += d * taps[lag]
+                more = more + (sums[lag] + d * xs[i],)
+            sums = more
+            tl.store(dx_ptr + t * C + c, dx.to(dx_ptr.dtype.element_ty), mask=here)
         if K > 1:
-            later = pushed(dy, later)
+            later = pushed(dys, later)
     for lag in tl.static_range(K):
         part = (tl.program_id(0) * C + c) * K + (K - 1 - lag)
         tl.store(dweight_ptr + part, sums[lag] * unit, mask=c < C)
 
 
-def walks(tokens: int) -> tuple[int, int]:
+def walks(tokens: int, most: int) -> tuple[int, int]:
     """(programs along the tokens, tokens that each walks over)."""
-    each = max(1, triton.cdiv(tokens, PARTS))
+    each = STRIDE * max(1, triton.cdiv(tokens, most * STRIDE))
     return triton.cdiv(tokens, each), each
 
 
@@ -141,11 +166,12 @@ class ShortConv(torch.autograd.Function):
         _, S, C = x.shape
         T, K = x.numel() // C, weight.shape[-1]
         y = empty_like(x, dtype)
-        programs, each = walks(T)
+        programs, each = walks(T, 2 * PARTS)
         if T:
             conv_forward[(programs, triton.cdiv(C, COLUMNS))](
                 x, weight, starts, None if residual is None else residual.contiguous(), y, T, S,
-                (K + 1) ** -0.5, C, K, starts is not None, residual is not None, each, COLUMNS, num_warps=1,
+                (K + 1) ** -0.5, C, K, starts is not None, residual is not None, each, STRIDE, COLUMNS,
+                num_warps=1,
             )  # fmt: skip
         ctx.save_for_backward(x, weight, starts)
         ctx.residual = None if residual is None else residual.dtype
@@ -161,12 +187,12 @@ class ShortConv(torch.autograd.Function):
         dresidual = None
         if ctx.residual is not None:
             dresidual = dy if dy.dtype == ctx.residual else empty_like(x, ctx.residual)
-        programs, each = walks(T)
+        programs, each = walks(T, PARTS)
         sums = torch.empty(programs, *weight.shape, dtype=torch.float32, device=x.device)
         if T:
             conv_backward[(programs, triton.cdiv(C, COLUMNS))](
                 dy, x, weight, starts, dx, sums, dresidual, T, S, (K + 1) ** -0.5, C, K,
-                starts is not None, dresidual is not None and dresidual is not dy, each, COLUMNS,
+                starts is not None, dresidual is not None and dresidual is not dy, each, STRIDE, COLUMNS,
                 num_warps=1,
             )  # fmt: skip
         return dx, sums.sum(0).to(weight.dtype), None, dresidual, None

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nybble.models.cuda.conv import COLUMNS, pushed, row, walks
+from nybble.models.cuda.conv import COLUMNS, PARTS, pushed, row, walks
 from nybble.models.cuda.tiles import empty_like
 
 
@@ -56,7 +56,7 @@ def dynamic_conv_forward(
             y += tl.where(reach >= lag, past[lag - 1], 0.0) * tap
         tl.store(y_ptr + t * C + c, (y * unit).to(y_ptr.dtype.element_ty), mask=inside & here)
         if K > 1:
-            past = pushed(x, past)
+            past = pushed((x,), past)
 
 
 @triton.jit(do_not_specialize=["T", "S"])
@@ -104,7 +104,7 @@ def dynamic_conv_backward(
         sums = more
         tl.store(dx_ptr + t * C + c, dx.to(dx_ptr.dtype.element_ty), mask=inside & here)
         if K > 1:
-            later = pushed(dy, later)
+            later = pushed((dy,), later)
     for lag in tl.static_range(K):
         tl.store(dstatic_ptr + (tl.program_id(0) * K + lag) * C + c, sums[lag], mask=here)
 
@@ -118,7 +118,7 @@ class DynamicConv(torch.autograd.Function):
         x, static, dynamic = x.contiguous(), static.contiguous(), dynamic.contiguous()
         starts = None if starts is None else starts.contiguous()
         y, sizes = empty_like(x), _sizes(x, static, dynamic)
-        programs, each = walks(x.shape[0] * x.shape[1])
+        programs, each = walks(x.shape[0] * x.shape[1], 2 * PARTS)
         if x.numel():
             BH, BD = _tile(*sizes[3:5])
             dynamic_conv_forward[(programs, triton.cdiv(sizes[3], BH))](
@@ -132,7 +132,7 @@ class DynamicConv(torch.autograd.Function):
         x, static, dynamic, starts = ctx.saved_tensors
         dx, sizes = empty_like(x), _sizes(x, static, dynamic)
         ddynamic = torch.zeros_like(dynamic)  # taps that reach too far back have no gradient
-        programs, each = walks(x.shape[0] * x.shape[1])
+        programs, each = walks(x.shape[0] * x.shape[1], 2 * PARTS)
         sums = torch.empty(programs, *static.shape, dtype=torch.float32, device=x.device)
         if x.numel():
             BH, BD = _tile(*sizes[3:5])

@@ -8,10 +8,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nybble.models.cuda.tiles import dense, empty_like, load_sum, parts, tile
+from nybble.models.cuda.tiles import PARTS, dense, empty_like, load_sum, parts, tile
 
 WARPS = 4
 """Of a tile of heads."""
+
+HEAD_PARTS = 4 * PARTS
+"""Most warps that share out the gradient of a scale of heads: their partial sums are short."""
 
 
 @triton.jit(do_not_specialize=["R"])
@@ -180,7 +183,7 @@ class L2Clip(torch.autograd.Function):
         (heads, D), dx = x.shape[-2:], empty_like(x)
         T = x.numel() // (heads * D)
         BT, BD, warps = tile(D, WARPS)
-        programs, each = parts(T, BT, warps * heads)
+        programs, each = parts(T, BT, warps * heads, HEAD_PARTS)
         sums = None
         if scale is not None:
             sums = torch.empty(programs, heads, D, dtype=torch.float32, device=x.device)

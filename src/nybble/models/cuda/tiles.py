@@ -28,10 +28,10 @@ def tile(columns: int, warps: int = 1) -> tuple[int, int, int]:
     return max(1, warps * WARP // wide), wide, warps
 
 
-def parts(rows: int, block: int, warps: int) -> tuple[int, int]:
+def parts(rows: int, block: int, warps: int, most: int | None = None) -> tuple[int, int]:
     """(programs, tiles of `block` rows that each goes through); each leaves one partial sum."""
     tiles = cdiv(rows, block)
-    each = max(1, cdiv(tiles * warps, PARTS))
+    each = max(1, cdiv(tiles * warps, most or PARTS))
     return cdiv(tiles, each), each
 
 
