@@ -13,6 +13,7 @@ from nybble.layers import convert as convert_alone
 from nybble.layers import gemm, set_step
 from nybble.parallel import Monitor, convert
 from nybble.parallel.launch import joined, rank_device
+from nybble.parallel.wire import Pending
 
 T, H, WIDTH, E, K = 96, 64, 32, 4, 2
 STOCHASTIC = {"format": "mxfp8", "rounding": "stochastic"}
@@ -79,15 +80,32 @@ def operands() -> Iterator[list[tuple[str, Tensor, Tensor, list[int]]]]:
         gemm.grouped_rows, gemm.grouped_columns = rows, columns
 
 
+@contextmanager
+def waits() -> Iterator[list[str]]:
+    """Exchanges in the order in which they are waited for."""
+    order: list[str] = []
+    once = Pending.wait
+
+    def wait(self: Pending) -> Tensor:
+        order.append(self.leg)
+        return once(self)
+
+    Pending.wait = wait
+    try:
+        yield order
+    finally:
+        Pending.wait = once
+
+
 def passed(module: nn.Module, x: Tensor, index: Tensor, weights: Tensor, dy: Tensor) -> dict[str, Any]:
-    """One pass forth and back: output, gradients and operands."""
+    """One pass forth and back: output, gradients, operands, and the order of waits and of other work."""
     module.zero_grad()
     set_step(module, 7, 0, seed=11)
     x, weights = x.clone().requires_grad_(), weights.clone().requires_grad_()
-    with operands() as seen:
-        y = module.experts(x, index, weights)
+    with operands() as seen, waits() as order:
+        y = module.experts(x, index, weights, meanwhile=lambda: order.append("work"))
         y.backward(dy)
-    return {"y": y.detach(), "dx": x.grad, "dweights": weights.grad, "operands": seen}
+    return {"y": y.detach(), "dx": x.grad, "dweights": weights.grad, "operands": seen, "order": order}
 
 
 def compare(
@@ -123,6 +141,7 @@ def compare(
     found["operands"] = [
         _same_groups(a, b, here) for a, b in zip(alone["operands"], shared["operands"], strict=True)
     ]
+    found["order"] = shared["order"]
     found["bytes"], _ = monitor.meter.take()
     found["rows"] = len(shared["operands"][0][1]) // K
     return found

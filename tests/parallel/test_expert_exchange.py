@@ -71,3 +71,9 @@ def test_a_rank_without_tokens_and_one_without_work(found):
 def test_a_token_goes_once_to_each_rank(found):
     sent = sum(rank["rows"] for rank in found["fp32"])
     assert layer_cases.T < sent < layer_cases.K * layer_cases.T
+
+
+def test_other_work_is_done_while_tokens_travel(found):
+    for rank in found["mxfp8"]:
+        assert rank["order"][:4] == ["sizes", "work", "routing", "dispatch"]
+        assert rank["order"].count("work") == 1

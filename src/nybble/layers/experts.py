@@ -8,6 +8,7 @@ Rows of one expert are one group: blocks along T never span two experts.
 """
 
 import copyreg
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -36,7 +37,13 @@ class Exchange(Protocol):
         ...
 
     def __call__(
-        self, experts: "Experts", x: Tensor, index: Tensor, weights: Tensor, rows: Tensor | None
+        self,
+        experts: "Experts",
+        x: Tensor,
+        index: Tensor,
+        weights: Tensor,
+        rows: Tensor | None,
+        meanwhile: Callable[[], None] | None,
     ) -> Tensor: ...
 
 
@@ -66,7 +73,12 @@ class Experts(nn.Module):
     """Where ranks hold parts of the weights that this one computes with."""
 
     def forward(
-        self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, rows: Tensor | None = None
+        self,
+        hidden_states: Tensor,
+        top_k_index: Tensor,
+        top_k_weights: Tensor,
+        rows: Tensor | None = None,
+        meanwhile: Callable[[], None] | None = None,
     ) -> Tensor:
         """Weighted sum of the outputs of each token's experts.
 
@@ -75,6 +87,7 @@ class Experts(nn.Module):
             top_k_index: int64 [T, k]; an index of E or more is an expert that is not here, and adds nothing.
             top_k_weights: [T, k].
             rows: int64 [T], what each token counts as in random draws; its index in the batch when None.
+            meanwhile: work of the caller, done while tokens travel to other ranks, if they do.
         Returns:
             [T, H] in the dtype of hidden_states, summed in FP32.
         """
@@ -82,8 +95,10 @@ class Experts(nn.Module):
         rows = self.step_state.rows(x.shape[0], x.device) if rows is None else rows
         if self.exchange is None:
             y = self.compute(x, top_k_index, top_k_weights, rows)
+            if meanwhile is not None:
+                meanwhile()
         else:
-            y = self.exchange(self, x, top_k_index, top_k_weights, rows)
+            y = self.exchange(self, x, top_k_index, top_k_weights, rows, meanwhile)
         return y if y.shape == hidden_states.shape else y.view(hidden_states.shape)  # FSDP warns of views
 
     def compute(

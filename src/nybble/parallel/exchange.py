@@ -1,12 +1,14 @@
 """Experts that are spread over ranks: what `Experts.forward` does in place of computing by itself.
 
 For each pass: sizes are exchanged once, while x is packed; x goes to the ranks of its experts, and beside it
-one message of integers with experts, weights and rows; there it is computed as a batch of its own, and the
-weighted sums of a rank's experts come back, one row for each token and rank.
+one message of integers with experts, weights and rows; meanwhile the model may compute something else, such
+as a shared expert; there it is computed as a batch of its own, and the weighted sums of a rank's experts come
+back, one row for each token and rank.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -56,10 +58,17 @@ class Exchange:
 
     @torch.compiler.disable
     def __call__(
-        self, experts: Experts, x: Tensor, index: Tensor, weights: Tensor, rows: Tensor | None
+        self,
+        experts: Experts,
+        x: Tensor,
+        index: Tensor,
+        weights: Tensor,
+        rows: Tensor | None,
+        meanwhile: Callable[[], None] | None,
     ) -> Tensor:
         """Weighted sums [T, H] of the outputs of each token's experts, wherever those are; x [T, H], index
-        int64 [T, k] among the experts of all ranks, weights [T, k], rows int64 [T] or None."""
+        int64 [T, k] among the experts of all ranks, weights [T, k], rows int64 [T] or None. `meanwhile` is
+        called while x travels."""
         ranks = dist.get_world_size(self.wire.group)
         want = wanted(index, ranks, self.experts_each)
         ones = [1] * ranks
@@ -71,6 +80,8 @@ class Exchange:
         way = self._routes(index, want, sizes.wait())
         beside = self._beside(weights, rows, way)
         going = self.wire.start("dispatch", messages.take_rows(message, way.token), way.sent, way.received)
+        if meanwhile is not None:
+            meanwhile()
         arrived = Arrived.read(beside.wait(), weights.dtype)
         k = index.shape[1]
         trip = Trip(

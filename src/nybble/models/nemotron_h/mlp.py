@@ -1,5 +1,6 @@
 """Squared-ReLU feed-forward layers: dense, and routed over experts with a shared one beside them."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -138,5 +139,16 @@ class MoE(nn.Module):
         flat = x.reshape(-1, x.shape[-1])
         _, weights, experts = self.gate(flat)
         counts = count_rows(experts, self.gate.weight.shape[0])
-        routed = self.fc2_latent_proj(self.experts(self.fc1_latent_proj(flat), experts, weights))
-        return routed.view(x.shape) + self.shared_experts(x), counts
+        latent = self.fc1_latent_proj(flat)
+        if getattr(self.experts, "exchange", None) is None:
+            routed, shared = self.experts(latent, experts, weights), self.shared_experts(x)
+        else:  # other ranks have experts of this layer, and tokens are on their way to them meanwhile
+            done: list[Tensor] = []
+            work = partial(_into, done, self.shared_experts, x)
+            routed = self.experts(latent, experts, weights, meanwhile=work)
+            (shared,) = done
+        return self.fc2_latent_proj(routed).view(x.shape) + shared, counts
+
+
+def _into(done: list[Tensor], module: nn.Module, x: Tensor) -> None:
+    done.append(module(x))
