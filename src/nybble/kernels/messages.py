@@ -66,6 +66,11 @@ def pack(
 
 def take_rows(message: Tensor, index: Tensor) -> Tensor:
     """Rows of a message, as many bytes at a time as divide a row."""
+    if message.is_cuda and not dispatch.forced():
+        from nybble.kernels.cuda import launch_messages
+
+        if launch_messages.can_take(message):
+            return launch_messages.take_rows(message, index)
     wide = next(d for d in (torch.int64, torch.int32, torch.int16, torch.uint8) if _fits(message, d))
     return message.view(wide).index_select(0, index).view(torch.uint8)
 

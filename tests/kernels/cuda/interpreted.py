@@ -96,6 +96,8 @@ def messages_differ() -> dict[str, list[bool]]:
         want = messages.pack(x, name, "stochastic", KEY, 3, 17, ROWS[:5])
         nearest = launch_messages.pack(x, fmt, "nearest", None, 0, 0, None)
         checks = [torch.equal(got, want), torch.equal(nearest, messages.pack(x, name))]
+        picked = torch.tensor([4, 0, 0, 3])
+        checks.append(torch.equal(launch_messages.take_rows(want, picked), want[picked]))
         for dtype in (torch.float32, torch.bfloat16):
             for where in (None, places):
                 values = launch_messages.unpack(want, fmt, columns, dtype, where)

@@ -12,7 +12,7 @@ from nybble.kernels.cuda import rows as row_kernel
 from nybble.kernels.cuda.jit import cdiv, use_asm
 
 TILE = 512
-"""Words of eight elements that a program unpacks at most: 32 elements a thread."""
+"""Words of eight elements that a program unpacks at most, 32 elements a thread; or as many units to copy."""
 
 
 def can_pack(x: Tensor, fmt: Format) -> bool:
@@ -113,6 +113,31 @@ def unpack(message: Tensor, fmt: Format, columns: int, dtype: torch.dtype, place
         enable_fp_fusion=False,
     )
     return values.to(dtype)
+
+
+def can_take(message: Tensor) -> bool:
+    """Whether rows are copied by a kernel: all of them at multiples of 8 bytes."""
+    aligned = message.shape[1] % 8 == 0 and message.data_ptr() % 8 == 0 and message.is_contiguous()
+    return message.numel() > 0 and aligned and reasons.device(message.device) is None
+
+
+def take_rows(message: Tensor, index: Tensor) -> Tensor:
+    """See `kernels.messages.take_rows`."""
+    out = message.new_empty(index.shape[0], message.shape[1])
+    size = 16 if message.shape[1] % 16 == 0 and message.data_ptr() % 16 == 0 else 8
+    units = message.shape[1] // size
+    if index.shape[0]:
+        kernel.take_rows[(cdiv(index.shape[0] * units, TILE),)](
+            message.view(torch.int32),
+            index.to(torch.int64).contiguous(),
+            out.view(torch.int32),
+            index.shape[0],
+            units,
+            WORDS=size // 4,
+            N=TILE,
+            num_warps=4,
+        )
+    return out
 
 
 def _layout(fmt: Format, columns: int) -> tuple[int, int, int]:

@@ -1,4 +1,4 @@
-"""Messages back to values, and sums of their rows. Their layout: `kernels/messages.py`."""
+"""Rows of messages in another order, back to values, and their sums. Their layout: `kernels/messages.py`."""
 # mypy: ignore-errors
 # ruff: noqa: RUF005 -- Triton adds tuples but does not unpack them
 
@@ -68,3 +68,22 @@ def unpack_rows(
             v = v + (x,)
         total = v
     store_values(values_ptr, (t * words + w) * 8, total, inside, OUT_BF16, ASM)
+
+
+@triton.jit(do_not_specialize=["count", "units"])
+def take_rows(
+    message_ptr,  # int32 words
+    index_ptr,  # int64 [R]
+    out_ptr,  # int32 words
+    count,  # R
+    units,  # of WORDS, in a row
+    WORDS: tl.constexpr,
+    N: tl.constexpr,
+):
+    """Row r of the result: row index[r] of the message."""
+    r, u = flat(tl.program_id(0), tl.arange(0, N), units, N)
+    mask = r < count
+    source = tl.load(index_ptr + r, mask=mask, other=0)
+    word = tl.arange(0, WORDS)[None, :]
+    values = tl.load(message_ptr + (((source * units + u) * WORDS)[:, None] + word), mask=mask[:, None])
+    tl.store(out_ptr + (((r * units + u) * WORDS)[:, None] + word), values, mask=mask[:, None])
