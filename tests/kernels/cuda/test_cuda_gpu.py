@@ -218,13 +218,17 @@ def test_kernels_serve_the_formats():
     assert "cast" in str(can_run("cuda", "bf16"))
 
 
-@pytest.mark.parametrize(("name", "columns"), [("mxfp8", 512), ("mxfp8", 96), ("nvfp4", 384)])
+@pytest.mark.parametrize(
+    ("name", "columns"), [("mxfp8", 512), ("mxfp8", 96), ("mxfp8", 4608), ("nvfp4", 384), ("nvfp4", 4608)]
+)
 def test_messages_equal_those_of_the_cpu(name, columns):
     x = hostile(200, columns)
     for named in ({}, stochastic(rows=torch.arange(200) * 3)):
         moved = {k: v.cuda() if isinstance(v, torch.Tensor) else v for k, v in named.items()}
         message = messages.pack(x, name, **named)
         assert torch.equal(messages.pack(x.cuda(), name, **moved).cpu(), message)
+    picked = torch.randint(200, (300,))
+    assert torch.equal(messages.take_rows(message.cuda(), picked.cuda()).cpu(), message[picked])
     places = torch.randint(-1, 200, (100, 3), dtype=torch.int32)
     for where in (None, places):
         got = messages.unpack(
