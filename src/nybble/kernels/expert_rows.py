@@ -52,6 +52,11 @@ def row_factors(
     return weights[pair] * factor if weights is not None else factor.clone()
 
 
+def outer_scales(amax: Tensor, format: str) -> Tensor:
+    """S_dec of outer amaxes of `format`, FP32, of their shape."""
+    return outer.decode_scale(table.get(format), amax)
+
+
 def gather_rows(x: Tensor, index: Tensor, factor: Tensor | None) -> Tensor:
     """x [T, C] at int32 `index` [R], each row times `factor` (FP32 [R]) in FP32, rounded to x's dtype."""
     rows = x.index_select(0, index)

@@ -20,6 +20,7 @@ def _op(name: str) -> Op:
 
 
 row_factors = _op("row_factors")
+outer_scales = _op("outer_scales")
 gather_rows = _op("gather_rows")
 combine_rows = _op("combine_rows")
 swiglu_rows = _op("swiglu_rows")
@@ -33,6 +34,7 @@ fp8_columns = _op("fp8_columns")
 fp8_columns_of_codes = _op("fp8_columns_of_codes")
 NAMES = (
     "row_factors",
+    "outer_scales",
     "gather_rows",
     "combine_rows",
     "swiglu_rows",
@@ -50,6 +52,11 @@ NAMES = (
 @row_factors.register_fake
 def _(order, *_):  # type: ignore[no-untyped-def]
     return order.new_empty(order.shape[0], dtype=torch.float32)
+
+
+@outer_scales.register_fake
+def _(amax, _format):  # type: ignore[no-untyped-def]
+    return torch.empty_like(amax)
 
 
 @gather_rows.register_fake

@@ -11,6 +11,7 @@ from torch import Tensor
 from nybble.formats import table
 from nybble.kernels import expert_rows as plain
 from nybble.kernels.cuda import launch_experts as launch
+from nybble.kernels.cuda.jobs import row_decode_scales
 from nybble.kernels.cuda.launch_columns import too_many
 from nybble.kernels.cuda.launch_rows import Draw, Gated, pow2
 
@@ -22,6 +23,13 @@ def row_factors(order: Tensor, ends: Tensor, k: int, *rest: Any) -> Tensor:
     if not order.numel() or not ends.numel():
         return plain.row_factors(order, ends, k, *rest)
     return launch.row_factors(order, ends, k, *rest)
+
+
+def outer_scales(amax: Tensor, format: str) -> Tensor:
+    """See the specification."""
+    if not amax.numel():
+        return plain.outer_scales(amax, format)
+    return row_decode_scales(table.get(format), amax, "row", (amax.numel(), 1), None).view(amax.shape)
 
 
 def gather_rows(x: Tensor, index: Tensor, factor: Tensor | None) -> Tensor:
