@@ -2,9 +2,9 @@
 
     python benchmarks/rank_losses.py --data data/sotu --steps 300 --seeds 3 --cores 30
 
-Every run is `nybble pretrain` on CPUs (gloo), with one thread a rank and two for a run of one; runs start as
-cores become free, and one that is finished is not done again. Legs of 16 or 8 bits round what is FP32 on a
-CPU; `fp32` legs show what the order of additions alone does.
+Every run is `nybble pretrain` on CPUs (gloo), with one thread a rank; runs start as cores become free, and
+one that is finished is not done again. Legs of 16 or 8 bits round what is FP32 on a CPU; `fp32` legs show what
+the order of additions alone does.
 """
 
 from __future__ import annotations
@@ -59,16 +59,12 @@ class Run:
     def name(self) -> str:
         return f"{self.legs}-{self.ranks}-{self.seed}" if self.ranks > 1 else f"one-{self.seed}"
 
-    @property
-    def cores(self) -> int:
-        return max(2, self.ranks)
-
 
 def plan(config: Config) -> list[Run]:
     """All runs, those that take longest first."""
     seeds = range(config.seeds)
     compressed = [Run("mxfp8", ranks, seed) for ranks in (2, 4) for seed in seeds]
-    plain = [Run(legs, ranks, 0) for legs in ("bf16", "fp32") for ranks in (2, 4)]
+    plain = [Run("bf16", 2, 0), Run("bf16", 4, 0), Run("fp32", 2, 0), Run("fp32", 4, 0)]
     return [*(Run("none", 1, seed) for seed in seeds), *compressed, *plain]
 
 
@@ -97,11 +93,10 @@ class Cores:
 def start(config: Config, run: Run, port: int) -> None:
     """One run, from its beginning to its end."""
     recipe = config.runs / f"{run.legs}.toml"
-    threads = max(1, run.cores // run.ranks)
     words = [
         "-m", "nybble", "pretrain", config.preset, "--recipe", str(recipe), "--data", str(config.data),
         "--out", str(config.runs / run.name), "--seed", str(run.seed), "--steps", str(config.steps),
-        "--device", "cpu", "--threads", str(threads), "--save-every", "0",
+        "--device", "cpu", "--threads", "1", "--save-every", "0",
         "--val-every", "0", "--overwrite",
     ]  # fmt: skip
     if config.sequence:
@@ -109,7 +104,7 @@ def start(config: Config, run: Run, port: int) -> None:
     if run.ranks > 1:
         launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(run.ranks)]
         words = [*launcher, "--master-addr", "127.0.0.1", "--master-port", str(port), *words]
-    environment = os.environ | {"OMP_NUM_THREADS": str(threads), "GLOO_SOCKET_IFNAME": "lo"}
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     done = subprocess.run([sys.executable, *words], env=environment, capture_output=True, text=True)
     if done.returncode:
         print(f"{run.name} failed:\n{done.stderr[-2000:]}", file=sys.stderr, flush=True)
@@ -117,6 +112,8 @@ def start(config: Config, run: Run, port: int) -> None:
 
 def execute(config: Config) -> None:
     """Runs what is not finished."""
+    if config.cores < 4:
+        sys.exit("the runs of four ranks need four cores")
     config.runs.mkdir(parents=True, exist_ok=True)
     base = load_recipe(config.recipe).to_dict()
     for name in ("none", "fp32", "bf16", "mxfp8"):
@@ -130,11 +127,11 @@ def execute(config: Config) -> None:
             start(config, run, port)
             print(f"{run.name}: {time.perf_counter() - started:.0f} s", file=sys.stderr, flush=True)
         finally:
-            cores.give(run.cores)
+            cores.give(run.ranks)
 
     with ThreadPoolExecutor(max(1, len(runs))) as pool:
         for i, run in enumerate(runs):
-            cores.take(min(run.cores, config.cores))
+            cores.take(run.ranks)
             pool.submit(one, run, config.port + i)
 
 
@@ -166,10 +163,12 @@ def show(config: Config) -> None:
             legs = "none" if ranks == 1 else "mxfp8"
             found = [rows(config, Run(legs, ranks, seed)) for seed in range(config.seeds)]
             values = [measure(each) for each in found if len(each) == config.steps]
-            if len(values) < max(2, config.seeds):
+            if len(values) < 2:
                 continue
             label = "1 rank" if ranks == 1 else f"{ranks} ranks, MXFP8 legs"
-            cells = " | ".join(f"{value:.4f}" for value in values)
+            cells = " | ".join(
+                f"{measure(each):.4f}" if len(each) == config.steps else "unfinished" for each in found
+            )
             print(f"| {what}, {label} | {cells} | {fmean(values):.4f} | {stdev(values):.4f} |")
 
 
