@@ -3,8 +3,8 @@
     python benchmarks/rank_losses.py --data data/sotu --steps 300 --seeds 3 --cores 30
 
 Every run is `nybble pretrain` on CPUs (gloo), with one thread a rank; runs start as cores become free, and
-one that is finished is not done again. Legs of 16 or 8 bits round what is FP32 on a CPU; `fp32` legs show what
-the order of additions alone does.
+one that is finished is not done again. Legs of 16 or 8 bits round what is FP32 on a CPU; `fp32` legs show
+what the order of additions alone does.
 """
 
 from __future__ import annotations

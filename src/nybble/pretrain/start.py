@@ -44,7 +44,7 @@ def pretrain(
     after the last step.
     """
     device = rank_device(pick_device(config.device))
-    if config.graph and (device.type != "cuda" or together.active()):
+    if config.graph and (device.type != "cuda" or together.launched()):
         raise ConfigError("graph works in a run of one process on one GPU; leave it out")
     if config.threads:
         torch.set_num_threads(config.threads)
