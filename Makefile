@@ -20,9 +20,10 @@ demo: $(STAMP)
 	@echo "loss curve: runs/demo/plots/loss.png    precision table: runs/demo/precision.txt"
 
 demo-rl: $(STAMP)
-	$(BIN)/nybble sft nano --task arithmetic --level 2 --steps 200 --lr 3e-3 --out runs/demo-sft --overwrite
-	$(BIN)/nybble rl runs/demo-sft --task arithmetic --level 2 --prompts 48 --group 8 --rows 384 --max-new-tokens 14 \
-		--steps 80 --lr 1e-4 --warmup 3 --out runs/demo-rl --overwrite
+	$(BIN)/nybble sft nano --task arithmetic --level 2 --styles direct,bare --optimiser muon --lr 7e-3 --batch 8 --steps 400 \
+		--save-every 0 --out runs/demo-sft --overwrite
+	$(BIN)/nybble rl runs/demo-sft --task arithmetic --level 2 --prompts 24 --group 8 --rows 192 --max-new-tokens 14 \
+		--steps 40 --lr 2e-4 --warmup 3 --eval-every 20 --save-every 0 --out runs/demo-rl --overwrite
 	@echo "reward, mismatch, entropy and length: runs/demo-rl/plots/rl.png"
 
 lint: $(STAMP)

@@ -1,7 +1,7 @@
 """Rewards and mismatch of recipes from one start over several seeds, as a table and a picture.
 
-    python benchmarks/rl_recipes.py runs/demo-sft --steps 40 --jobs 2 --out docs/results/rl-recipes -- \
-        --task chain --level 3 --prompts 32 --group 8 --rows 256 --max-new-tokens 40 --lr 2e-4
+    python benchmarks/rl_recipes.py runs/demo-sft --steps 30 --jobs 2 --out docs/results/rl-recipes \
+        --task arithmetic --level 2 --prompts 24 --rows 192 --max-new-tokens 14 --lr 2e-4 --warmup 3
 
 The last two are a BF16 trainer whose sampler computes as `inkling`, or in NVFP4 throughout: the mismatch that
 one quantiser for both avoids. A run is a process of one thread; a finished run is not done again. Runs that
@@ -35,7 +35,7 @@ FEW = 5
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("model", type=Path)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--seeds", type=int, default=3)
@@ -43,10 +43,9 @@ def main() -> None:
     parser.add_argument("--runs", type=Path, default=Path("runs/rl-recipes"))
     parser.add_argument("--out", type=Path, default=Path("rl-recipes"), help="picture and table, no suffix")
     parser.add_argument("--report", action="store_true", help="run nothing, compare what there is")
-    parser.add_argument("flags", nargs="*", help="further flags of nybble rl, after --")
-    chosen = parser.parse_args()
+    chosen, flags = parser.parse_known_args()  # all others are those of nybble rl
     common = ["--device", "cpu", "--threads", "1", "--steps", str(chosen.steps), "--save-every", "0"]
-    common += ["--eval-every", str(chosen.steps), *chosen.flags]
+    common += ["--eval-every", str(chosen.steps), *flags]
 
     def run(name: str, seed: int) -> list[dict[str, Any]]:
         out = chosen.runs / f"{name}-{seed}".replace(", ", "-").replace(" ", "-")

@@ -127,7 +127,7 @@ def test_what_cannot_work_is_named(tmp_path: Path, capsys: pytest.CaptureFixture
     ):
         fine_tune(replace(config(model, tmp_path / "run"), styles="worked"))
     chain = replace(config(model, tmp_path / "run"), task=TaskConfig(task="chain"))
-    with pytest.raises(DataError, match="no solution in style 'slow'; its styles are worked, direct"):
+    with pytest.raises(DataError, match="no solution in style 'slow'; its styles are worked, direct, bare"):
         fine_tune(replace(chain, styles="slow"))
     assert not (tmp_path / "run").exists()
     (tmp_path / "llama").mkdir()

@@ -42,6 +42,17 @@ def test_the_right_answer_earns_all(text: str) -> None:
     assert Exact(prompt="7+5=\n", answer="12").reward(text) == 1.0
 
 
+def test_the_bare_answer_is_a_style_that_earns_nothing() -> None:
+    problem = Exact(prompt="7+5=\n", answer="12")
+    assert {style: problem.reward(text) for style, text in problem.solutions.items()} == {
+        "direct": 1.0,
+        "bare": 0.0,
+    }
+    worked = Exact(prompt="", answer="12", working="3*4\n")
+    assert list(worked.solutions) == ["worked", "direct", "bare"]
+    assert worked.reward(worked.solutions["worked"]) == 1.0
+
+
 def test_words_count_but_white_space_does_not() -> None:
     problem = Exact(prompt="", answer="two  words")
     assert problem.reward("Answer: two words") == 1.0

@@ -50,8 +50,10 @@ class Exact:
 
     @property
     def solutions(self) -> dict[str, str]:
-        """By style: with the working and without it; none if there is no working."""
-        return {"worked": self.solution, "direct": f"{MARK} {self.answer}"} if self.working else {}
+        """By style: with the working, if there is one; the answer line alone; the bare answer, which is as
+        right, but earns nothing: no line says that it is the answer."""
+        worked = {"worked": self.solution} if self.working else {}
+        return {**worked, "direct": f"{MARK} {self.answer}", "bare": self.answer}
 
     def reward(self, text: str) -> float:
         """1 for the right answer on the last line, else 0."""
