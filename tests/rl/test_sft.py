@@ -123,9 +123,12 @@ def test_what_cannot_work_is_named(tmp_path: Path, capsys: pytest.CaptureFixture
     with pytest.raises(ConfigError, match="name a run, a folder with a model, or a preset: nano"):
         fine_tune(replace(gym, model=""))
     with pytest.raises(
-        DataError, match="problem 0 has no solution in style 'worked'; the task has no styles"
+        DataError, match="problem 0 has no solution in style 'worked'; its styles are direct, bare"
     ):
         fine_tune(replace(config(model, tmp_path / "run"), styles="worked"))
+    plain = replace(config(model, tmp_path / "run"), task=TaskConfig(task="rl_cases:Letters"))
+    with pytest.raises(DataError, match="no solution in style 'bare'; the task has no styles"):
+        fine_tune(replace(plain, styles="bare"))
     chain = replace(config(model, tmp_path / "run"), task=TaskConfig(task="chain"))
     with pytest.raises(DataError, match="no solution in style 'slow'; its styles are worked, direct, bare"):
         fine_tune(replace(chain, styles="slow"))
