@@ -49,8 +49,8 @@ def reason(device: torch.device, dtype: torch.dtype, sizes: tuple[int, ...], d_r
         return f"heads of {wrong[0]} have no attention kernel, only those of {', '.join(map(str, SIZES))}"
     if d_rel > 64:
         return f"{d_rel} weights of bias profiles have no attention kernel, only up to 64"
-    if dtype not in (torch.bfloat16, torch.float16):
-        return f"{str(dtype).removeprefix('torch.')} has no attention kernel"
+    if dtype != torch.bfloat16:
+        return f"the attention kernels take bfloat16, not {str(dtype).removeprefix('torch.')}"
     return device_reason(device)
 
 
