@@ -33,8 +33,16 @@ one is, and NCCL does not notice."""
 
 
 def _end(report: str) -> None:
-    print(f"error: {report}", file=sys.stderr, flush=True)
+    if report:
+        print(f"error: {report}", file=sys.stderr, flush=True)
     os._exit(1)
+
+
+def _said_once(store: dist.Store, report: str) -> str:
+    """The report for the first rank that has one: the others end without a word."""
+    with contextlib.suppress(dist.DistError):
+        return report if store.add("watch/ended", 1) == 1 else ""
+    return report
 
 
 class Asked:
@@ -82,7 +90,8 @@ class Watch:
         timeout_s: float,
         end: Callable[[str], None] = _end,
     ) -> None:
-        """Begins to watch. `end` is called with the report when this process should not go on."""
+        """Begins to watch. `end` is called when this process should not go on, with the report, or with ""
+        where another rank has said one."""
         if threading.current_thread() is threading.main_thread():  # Python tells no other about signals
             self._asked = Asked()
         arguments = (store, rank, world, slow_s, timeout_s, end)
@@ -143,7 +152,8 @@ class Watch:
             beat += 1
             asked = 0.0 if self._asked is None else self._asked.seconds()
             if waits and min(asked, seconds) >= STOP_S:
-                end(f"rank {rank}: {place} for {seconds:.0f} s; told to stop {asked:.0f} s ago, ended there")
+                report = f"rank {rank}: {place} for {seconds:.0f} s"
+                end(_said_once(store, f"{report}; told to stop {asked:.0f} s ago, ended there"))
                 return
             try:
                 store.set(
@@ -160,13 +170,14 @@ class Watch:
             dead = _dead(others, last_seen)
             if dead:
                 names = ", ".join(f"rank {r}, last at {others[r]['at']}," for r in dead)
-                end(f"rank {rank}: {place}: {names} has not been heard of for {DEAD_S:.0f} s")
+                report = f"rank {rank}: {place}: {names} has not been heard of for {DEAD_S:.0f} s"
+                end(_said_once(store, report))
                 return
             report = f"rank {rank}: {place} for {seconds:.0f} s; " + "; ".join(
                 f"rank {r}: {state['at']} for {state['for_s']:.0f} s" for r, state in others.items()
             )
             if waits and seconds >= timeout_s:
-                end(report + "; the limit is reached")
+                end(_said_once(store, report + "; the limit is reached"))
                 return
             if seconds >= slow_s and warned != place:
                 warned = place
