@@ -6,23 +6,33 @@ so that they have the same bits on every run. NYBBLE_PLAIN_PASSES=1 computes all
 """
 
 import importlib.util
+import logging
 import os
 from functools import cache
 
 import torch
 from torch import Tensor
 
-MIN_CAPABILITY = (8, 0)
+_log = logging.getLogger(__name__)
 PLAIN = os.environ.get("NYBBLE_PLAIN_PASSES") == "1"
 
 
 def on_gpu(x: Tensor) -> bool:
-    """Whether these passes serve `x`: eager tensors on an NVIDIA GPU that computes in BF16."""
-    return x.is_cuda and not PLAIN and not torch.compiler.is_compiling() and _served(x.device)
+    """Whether these passes serve `x`: eager tensors on the current GPU, if that can run them."""
+    if not x.is_cuda or PLAIN or torch.compiler.is_compiling() or _why_not(x.device) is not None:
+        return False
+    return x.device.index == torch.cuda.current_device()  # where Triton launches
 
 
 @cache
-def _served(device: torch.device) -> bool:
-    if torch.version.hip is not None or importlib.util.find_spec("triton") is None:
-        return False
-    return torch.cuda.get_device_capability(device) >= MIN_CAPABILITY
+def _why_not(device: torch.device) -> str | None:
+    """Why a GPU cannot run them; logged, since plain torch does it then."""
+    if importlib.util.find_spec("triton") is None:
+        reason: str | None = "triton is not installed"
+    else:
+        from nybble.kernels.cuda import reasons
+
+        reason = reasons.device(device)
+    if reason is not None:
+        _log.info("passes between products go through plain torch: %s", reason)
+    return reason
