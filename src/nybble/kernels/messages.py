@@ -9,6 +9,7 @@ MXFP8 values takes C + C/32 bytes.
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from nybble import formats
@@ -120,6 +121,11 @@ def unpack(
 
 def add_rows(values: Tensor, places: Tensor) -> Tensor:
     """Sums of rows of `values` [R, C], FP32 [T, C]; `places` as for `unpack`."""
+    if values.shape[0] and not values.is_cuda:
+        present = places >= 0
+        ends = present.sum(1).cumsum(0).to(places.dtype)
+        starts = torch.cat([ends.new_zeros(1), ends])[: len(ends)]
+        return F.embedding_bag(places[present], values.float(), starts, mode="sum")
     out = values.new_zeros(places.shape[0], values.shape[1], dtype=torch.float32)
     if values.shape[0] == 0:
         return out
