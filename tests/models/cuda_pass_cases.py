@@ -4,12 +4,15 @@ As a script it runs them under Triton's interpreter: TRITON_INTERPRET must be se
 triton.
 """
 
+import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
+from nybble.models import Inkling2ForCausalLM, presets
 from nybble.models.context import document_starts, same_document
 from nybble.models.conv import causal_conv
 from nybble.models.cuda import conv, conv_dynamic, gate, head, mix, norms, router, tiles
@@ -93,7 +96,7 @@ def mixtures() -> None:
 
 
 def convolutions() -> None:
-    B, S, C, K = 2, 13, 12, 4
+    B, S, C, K = 2, 9, 12, 4
     x, weight = torch.randn(B, S, C).to(BF16), torch.randn(C, 1, K)
     segments = torch.zeros(B, S, dtype=torch.int64)
     segments[0, 5:], segments[1, 1:], segments[1, 3:] = 1, 1, 2
@@ -117,7 +120,7 @@ def convolutions() -> None:
 
 
 def dynamic_convolutions() -> None:
-    B, S, heads, D, K = 2, 13, 3, 5, 4
+    B, S, heads, D, K = 2, 9, 3, 5, 4
     x, static, dynamic = torch.randn(B, S, heads * D), torch.randn(K, heads * D), torch.randn(B, S, heads * K)
     segments = torch.zeros(B, S, dtype=torch.int64)
     segments[0, 5:], segments[1, 1:], segments[1, 3:] = 1, 1, 2
@@ -174,7 +177,42 @@ def routes() -> None:
     compare(got, want, x, weight)
 
 
-CHECKS = (norms_of_rows, mixtures, convolutions, dynamic_convolutions, gates, losses, routes)
+def whole_model() -> None:
+    """Loss and gradients in FP32, with packed documents, blocks that end within the stack and both kinds of
+    layers."""
+    config = presets.get("nano").model_config(
+        num_hidden_layers=3,
+        layer_types=["hybrid_sliding", "hybrid", "hybrid_sliding"],
+        n_layers_per_attn_res_block=2,
+        hidden_size=64,
+        vocab_size=64,
+        unpadded_vocab_size=64,
+        bos_token_id=None,
+        eos_token_id=0,
+        pad_token_id=None,
+    )
+    model = Inkling2ForCausalLM(config).train()
+    model.flex = False
+    for p in model.parameters():
+        p.data += 0.05 * torch.randn_like(p)
+    ids, segments = torch.randint(64, (1, 7)), torch.zeros(1, 7, dtype=torch.int64)
+    segments[0, 4:] = 1
+    modules = [m for n, m in list(sys.modules.items()) if n.startswith("nybble.") and hasattr(m, "on_gpu")]
+    results = []
+    for served in (True, False):
+        model.compute_dtype = torch.float32
+        with ExitStack() as stack:
+            for module in modules:
+                stack.enter_context(patch.object(module, "on_gpu", lambda _, on=served: on))
+            loss = model(ids, labels=ids, segments=segments).loss
+            results.append([loss, *torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)])
+    for name, a, b in zip(["loss", *(n for n, _ in model.named_parameters())], *results, strict=True):
+        assert (a is None) == (b is None), name
+        if a is not None:
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}")
+
+
+CHECKS = (norms_of_rows, mixtures, convolutions, dynamic_convolutions, gates, losses, routes, whole_model)
 
 
 def run(check: Callable[[], None]) -> None:

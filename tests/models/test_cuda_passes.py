@@ -10,7 +10,16 @@ import pytest
 import torch
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
-CHECKS = ["norms_of_rows", "mixtures", "convolutions", "dynamic_convolutions", "gates", "losses", "routes"]
+CHECKS = [
+    "norms_of_rows",
+    "mixtures",
+    "convolutions",
+    "dynamic_convolutions",
+    "gates",
+    "losses",
+    "routes",
+    "whole_model",
+]
 
 
 def test_interpreted_passes_equal_the_formulas():
