@@ -23,7 +23,7 @@ demo-rl: $(STAMP)
 	$(BIN)/nybble sft nano --task arithmetic --level 2 --styles direct,bare --optimiser muon --lr 7e-3 --batch 8 --steps 400 \
 		--save-every 0 --out runs/demo-sft --overwrite
 	$(BIN)/nybble rl runs/demo-sft --task arithmetic --level 2 --prompts 24 --group 8 --rows 192 --max-new-tokens 14 \
-		--steps 40 --lr 2e-4 --warmup 3 --eval-every 20 --save-every 0 --out runs/demo-rl --overwrite
+		--steps 50 --lr 3e-4 --warmup 3 --eval-every 25 --eval-problems 128 --save-every 0 --out runs/demo-rl --overwrite
 	@echo "reward, mismatch, entropy and length: runs/demo-rl/plots/rl.png"
 
 lint: $(STAMP)

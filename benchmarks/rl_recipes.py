@@ -1,7 +1,7 @@
 """Rewards and mismatch of recipes from one start over several seeds, as a table and a picture.
 
-    python benchmarks/rl_recipes.py runs/demo-sft --steps 30 --jobs 2 --out docs/results/rl-recipes \
-        --task arithmetic --level 2 --prompts 24 --rows 192 --max-new-tokens 14 --lr 2e-4 --warmup 3
+    python benchmarks/rl_recipes.py runs/demo-sft --steps 40 --jobs 2 --out docs/results/rl-recipes \
+        --task arithmetic --level 2 --prompts 24 --rows 192 --max-new-tokens 14 --lr 3e-4 --warmup 3
 
 The last two are a BF16 trainer whose sampler computes as `inkling`, or in NVFP4 throughout: the mismatch that
 one quantiser for both avoids. A run is a process of one thread; a finished run is not done again. Runs that
