@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 
 from nybble.models.context import Context, same_document
-from nybble.models.cpu import conv, softmax, swiglu
+from nybble.models.cpu import conv, router, softmax, swiglu
 from nybble.models.inkling2 import chunk
 from nybble.models.inkling2.conv import ShortConvolution
 from nybble.models.inkling2.experts import SoftcappedSwiGLU
 from nybble.models.inkling2.residual import BlockAttentionResidual
 from nybble.models.loss import head_loss
-from nybble.models.norms import l2_clip, rms_norm
+from nybble.models.norms import RMSNorm, l2_clip, rms_norm
 
 Function = Callable[..., Tensor]
 
@@ -125,6 +125,24 @@ def test_short_convolution(length: int, packed: bool) -> None:
         plain = torch.nn.functional.conv1d(x.mT, weight[:, None], padding=3, groups=20)[..., :length].mT
         torch.testing.assert_close(module(x, Context()), (plain + x) / 5**0.5)
 
+    def together(x: Tensor, residual: Tensor) -> Tensor:
+        context = Context(same=same)
+        return (
+            module(x.float(), context, residual.float()) if x.dtype == torch.float32 else apart(x, residual)
+        )
+
+    def apart(x: Tensor, residual: Tensor) -> Tensor:
+        taps = (weight.double().flip(-1).T + torch.eye(4, 1)) / 5**0.5
+        return naive(x, taps) + residual
+
+    _agree(together, apart, x, torch.randn_like(x))
+    module.conv1d.weight.grad = None
+    together(x, x).square().sum().backward()
+    grad, module.conv1d.weight.grad = module.conv1d.weight.grad, None
+    assert grad is not None
+    apart(x.double(), x.double()).square().sum().backward()
+    torch.testing.assert_close(grad, module.conv1d.weight.grad, rtol=1e-4, atol=1e-4)
+
 
 @pytest.mark.usefixtures("_threads")
 @pytest.mark.parametrize(("queries", "count"), [(1, 1), (3, 1), (1, 4), (3, 2)])
@@ -134,14 +152,16 @@ def test_attention_residual(queries: int, count: int) -> None:
     def mixed(query: Tensor, partial: Tensor, *blocks: Tensor) -> Tensor:
         del module.query
         module.query = query  # type: ignore[assignment]
-        return torch.stack(module(blocks, partial))
+        return torch.stack(module(blocks, partial, norms, (1,) * queries, torch.float32)[0])
 
     def naive(query: Tensor, partial: Tensor, *blocks: Tensor) -> Tensor:
         unit = partial / (partial.square().mean(-1, keepdim=True) + 1e-6).sqrt()
         sources = torch.stack([*blocks, unit], dim=-2)
         weights = torch.softmax(sources @ query.view(-1, 24).T / 24**0.5, dim=-2)
-        return torch.einsum("bsmh,bsmn->nbsh", sources, weights)
+        mixed = torch.einsum("bsmh,bsmn->nbsh", sources, weights)
+        return mixed / (mixed.square().mean(-1, keepdim=True) + 1e-5).sqrt()
 
+    norms = tuple(RMSNorm(24, 1e-5) for _ in range(queries))
     query = torch.randn((24,) if queries == 1 else (queries, 24))
     _agree(mixed, naive, query, *(torch.randn(2, 150, 24) for _ in range(count + 1)))
 
@@ -201,3 +221,28 @@ def test_softmax_of_attention(window: int, n: int, packed: bool) -> None:
     scores[1, 4, K - C + 1] = torch.nan  # the own key of row 4's query, c = 1
     softmax.forward(scores, bias, sink, documents, window, G, 0.7)
     assert scores.isnan().any(-1).nonzero().tolist() == [[1, 4]]
+
+
+@pytest.mark.usefixtures("_threads")
+@pytest.mark.parametrize(("k", "E"), [(1, 1), (2, 8), (5, 16)])
+def test_routing(k: int, E: int) -> None:
+    logits, shift = torch.randn(700, E), 0.1 * torch.randn(E)
+    scores, experts, weights = router.choose(logits, shift, k, 2.0)
+    wanted = torch.topk(torch.sigmoid(logits) + shift, k, dim=-1)
+    torch.testing.assert_close(scores, torch.sigmoid(logits))
+    assert torch.equal(experts, wanted.indices)
+    exact = logits.double().requires_grad_()
+    chosen = torch.sigmoid(exact).gather(1, experts)
+    expected = chosen / (chosen.sum(-1, keepdim=True) + 1e-20) * 2.0
+    torch.testing.assert_close(weights, expected.float())
+    seed = torch.randn(700, k)
+    expected.backward(seed.double())
+    assert exact.grad is not None
+    torch.testing.assert_close(
+        router.backward(seed, scores, experts, 2.0), exact.grad.float(), atol=1e-6, rtol=1e-5
+    )
+
+
+def test_routing_of_nan_chooses_experts_that_exist() -> None:
+    _, experts, _ = router.choose(torch.full((3, 4), torch.nan), torch.zeros(4), 3, 1.0)
+    assert all(len({*row}) == 3 and {*row} <= {*range(4)} for row in experts.tolist())

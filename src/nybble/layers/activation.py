@@ -6,7 +6,7 @@ on a CPU, and autograd makes a dozen of them. Any other activation goes through 
 
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -23,25 +23,28 @@ class Activation:
         """Caps of a SwiGLU: (0, 0) for the plain one; None for other activations."""
         if self.known is silu_backward:
             self.caps = (0.0, 0.0)
-        # Our own soft-capped SwiGLU has a kernel for CPUs, derivative included.
-        self.fused = hasattr(self.act, "gate_cap")
+        # Our own soft-capped SwiGLU has kernels for CPUs.
+        self.fused = hasattr(self.act, "rows_backward")
 
     def __call__(self, gate_up: Tensor) -> Tensor:
         """The model's own activation."""
+        if self._by_kernel(gate_up):
+            return cast(Tensor, self.act.rows(gate_up))
         return self.function(gate_up)
 
     def backward(self, gate_up: Tensor, dh: Tensor) -> Tensor:
         """Gradient at gate_up [R, 2I] for dh [R, I], in FP32."""
         gate_up, dh = gate_up.float(), dh.float()
-        if self.fused and gate_up.device.type == "cpu" and not torch.compiler.is_compiling():
-            halves = [half.detach().requires_grad_() for half in gate_up.chunk(2, dim=-1)]
-            with torch.enable_grad():
-                h = self.act(*halves)
-            return torch.cat(torch.autograd.grad(h, halves, dh), dim=-1)
+        if self._by_kernel(gate_up):
+            return cast(Tensor, self.act.rows_backward(gate_up, dh))
         if self.known is not None:
             return self.known(gate_up, dh)
         out: Tensor = torch.func.vjp(self.function, gate_up)[1](dh)[0]
         return out
+
+    def _by_kernel(self, gate_up: Tensor) -> bool:
+        on_cpu = gate_up.device.type == "cpu" and gate_up.dtype == torch.float32
+        return self.fused and on_cpu and not torch.compiler.is_compiling()
 
 
 def _find(module: nn.Module) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor] | None]:

@@ -17,6 +17,7 @@ from nybble.layers import gemm, kept
 from nybble.layers.operand import Draw, cast, compute_dtype, outer, product
 from nybble.layers.step import StepState
 from nybble.layers.weights import Spec, Weight, WeightCache, tag_of
+from nybble.recipes import OPERANDS
 
 
 class Plan(NamedTuple):
@@ -48,6 +49,17 @@ class Linear(nn.Linear):
         rows = self.step_state.rows(tokens.shape[0], x.device)
         y: Tensor = _Linear.apply(tokens, self.weight, self.bias, rows, key, weight_key, plan)
         return y.view(*x.shape[:-1], y.shape[-1])
+
+    def rounds_to_bf16(self) -> bool:
+        """Whether all its operands are plain BF16, so that whoever rounds them may do the products."""
+        return (
+            self.bias is None
+            and all(
+                (operand := self.spec.gemms.get(role)).format == "bf16" and not operand.hadamard
+                for role in OPERANDS
+            )
+            and not self.spec.gemms.fprop.x.subtract_mean
+        )
 
     def __reduce__(self) -> Any:
         # The class of a converted module may be made at run time: it is found again from the model's own.

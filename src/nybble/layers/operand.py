@@ -16,6 +16,7 @@ from nybble import formats
 from nybble.formats import e4m3, grouped, hadamard
 from nybble.formats import outer as outer_scale
 from nybble.kernels import blackwell, direct, fused, hopper
+from nybble.kernels.cpu.bf16 import rounded
 from nybble.kernels.expert_rows import fp8_ends
 from nybble.kernels.hopper import FP8
 from nybble.recipes import Operand
@@ -162,7 +163,10 @@ def cast(
     """Values of `x` after a quantisation whose codes nobody needs."""
     x, draw, offs = transformed(x, spec, axis, draw, offs)
     if spec.format in _PLAIN:
-        return Values(x.to(_PLAIN[spec.format]).to(dtype), x.new_empty(0, dtype=torch.float32))
+        none = x.new_empty(0, dtype=torch.float32)
+        if spec.format == "bf16" and x.device.type == "cpu" and x.dtype == dtype == torch.float32:
+            return Values(rounded(x), none)
+        return Values(x.to(_PLAIN[spec.format]).to(dtype), none)
     if dtype == NATIVE:
         codes = _encode(x, spec, axis, draw, offs)
         operand = blackwell.coded(codes.codes, codes.scales, spec.format, tuple(x.shape), axis, offs)

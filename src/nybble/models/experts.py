@@ -4,6 +4,7 @@ Legend: T tokens, k experts a token, E experts, H hidden, I expert width, W widt
 with a gate, else I); rows are the T * k routed copies of tokens.
 """
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -11,6 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nybble.formats.grouped import group_slices
+from nybble.kernels.cpu import rows as passes
+from nybble.kernels.cpu.scratch import room
 from nybble.kernels.cpu.threads import each
 from nybble.models.norms import by_hand
 
@@ -61,49 +64,46 @@ class _ExpertsByHand(torch.autograd.Function):
         ends: Tensor,
         act: Pass,
     ) -> Tensor:
-        T, k = weights.shape
-        H, width = down.shape[1], first.shape[1]
-        token = order // k
-        h, y = x.new_empty(len(order), width), x.new_empty(len(order), H)
-        spans = _spans(ends)
+        k = weights.shape[1]
+        h, y = x.new_empty(len(order), first.shape[1]), room("expert rows", len(order), down.shape[1])
 
-        def expert(i: int) -> None:
-            e, part = spans[i]
-            torch.mm(x.index_select(0, token[part]), first[e].T, out=h[part])
+        def expert(e: int, part: slice) -> None:
+            torch.mm(passes.gather(x, order[part], k), first[e].T, out=h[part])
             torch.mm(act.forward(h[part]), down[e].T, out=y[part])
 
-        each(expert, [part.stop - part.start for _, part in spans])
+        _each(_spans(ends), expert)
         ctx.save_for_backward(x, weights, first, down, order, place, ends, h)
         ctx.act = act
-        y = y.index_select(0, place).view(T, k, H)
-        out = y[:, 0] * weights[:, :1]
-        for choice in range(1, k):
-            out.addcmul_(y[:, choice], weights[:, choice : choice + 1])
-        return out
+        return passes.combine(y, place, weights, k)
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         x, weights, first, down, order, place, ends, h = ctx.saved_tensors
-        T, k = weights.shape
-        token, w = order // k, weights.reshape(-1)[order]
-        dfirst, ddown = torch.empty_like(first), torch.empty_like(down)
-        drows, dw = x.new_empty(len(order), x.shape[1]), torch.empty_like(w)
-        spans = _spans(ends)
+        k, spans = weights.shape[1], _spans(ends)
+        w = weights.reshape(-1)[order]
+        dfirst, ddown, dw = torch.empty_like(first), torch.empty_like(down), torch.empty_like(w)
+        drows = room("expert rows", len(order), x.shape[1])
 
-        def expert(i: int) -> None:
-            e, part = spans[i]
-            rows, dy = x.index_select(0, token[part]), dout.index_select(0, token[part])
+        def expert(e: int, part: slice) -> None:
+            rows, dy = (passes.gather(t, order[part], k) for t in (x, dout))
             dact = torch.mm(dy, down[e])  # of the output before its routing weight
             dh, y_act, dw[part] = ctx.act.backward(h[part], dact, w[part])
             torch.mm(dy.T, y_act, out=ddown[e])
             torch.mm(dh.T, rows, out=dfirst[e])
             torch.mm(dh, first[e], out=drows[part])
 
-        each(expert, [part.stop - part.start for _, part in spans])
+        _each(spans, expert)
         for e in {*range(len(ends))} - {e for e, _ in spans}:
             dfirst[e], ddown[e] = 0.0, 0.0
-        dx = drows.index_select(0, place).view(T, k, x.shape[1]).sum(1)
-        return dx, dw[place].view(T, k), dfirst, ddown, None, None, None, None
+        dx = passes.combine(drows, place, None, k)
+        return dx, dw[place].view_as(weights), dfirst, ddown, None, None, None, None
+
+
+def _each(spans: list[tuple[int, slice]], work: Callable[[int, slice], Any]) -> None:
+    """Call `work` with every expert that has rows and those rows, the largest first, so that threads end
+    together."""
+    spans = sorted(spans, key=lambda span: span[1].start - span[1].stop)
+    each(lambda i: work(*spans[i]), [part.stop - part.start for _, part in spans])
 
 
 def _spans(ends: Tensor) -> list[tuple[int, slice]]:
@@ -150,9 +150,10 @@ class RoutedExperts(nn.Module):
         x, dtype = hidden_states, hidden_states.dtype
         T, k = top_k_index.shape
         first, down = getattr(self, self.first_name).to(dtype), self.down_proj.to(dtype)
-        order, place, ends = sort_by_expert(top_k_index, first.shape[0])
         if by_hand(x):
+            order, place, ends = passes.sort(top_k_index, first.shape[0])
             return _ExpertsByHand.apply(x, top_k_weights, first, down, order, place, ends, self.by_pass())
+        order, place, ends = sort_by_expert(top_k_index, first.shape[0])
         rows = _GatherRows.apply(x, order // k, place)
         y = grouped_linear(self.activate(grouped_linear(rows, first, ends)), down, ends)
         y = _GatherRows.apply(y, place, order).view(T, k, x.shape[1])

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nybble.kernels.cpu.scratch import room
 from nybble.models.cpu import head as fused
 from nybble.models.cuda import on_gpu
 
@@ -67,7 +68,13 @@ class _HeadLoss(torch.autograd.Function):
         dhead: Tensor | None = None
         rows = _chunk_rows(hidden, V)
         # one buffer for all chunks: fresh pages cost as much as the product that fills them
-        buffer = hidden.new_empty(min(rows, T), V)
+        size = min(rows, T), V
+        kept = (
+            hidden.dtype == torch.float32
+            and hidden.device.type == "cpu"
+            and not torch.compiler.is_compiling()
+        )
+        buffer = room("logits", *size) if kept else hidden.new_empty(size)
         for start in range(0, T, rows):
             part = slice(start, start + rows)
             x = hidden[part]

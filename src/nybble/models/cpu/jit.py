@@ -16,6 +16,14 @@ from nybble.kernels.cpu.source import as_array
 FAST = {"contract", "reassoc", "nsz", "arcp"}
 """What the compiler may do to floats. NaN and infinity keep their meaning."""
 
+INSIDE: dict[str, Any] = {
+    "error_model": "numpy",
+    "boundscheck": False,
+    "no_cpython_wrapper": True,
+    "no_cfunc_wrapper": True,
+}
+"""How functions are compiled that only kernels call."""
+
 Floats = NDArray[np.float32]
 
 
@@ -43,8 +51,14 @@ def kernel(function: Callable[..., Any]) -> Any:
 
 def helper(function: Callable[..., Any]) -> Any:
     """Compile for use inside kernels."""
-    exact = FAST - {"reassoc"}  # the order of additions carries the precision of exp
-    return njit(error_model="numpy", boundscheck=False, fastmath=exact)(function)
+    return njit(fastmath=FAST - {"reassoc"}, **INSIDE)(
+        function
+    )  # the order of additions carries exp's precision
+
+
+def loop(function: Callable[..., Any]) -> Any:
+    """Compile for use inside kernels: loops whose sums may be taken in any order."""
+    return njit(fastmath=FAST, **INSIDE)(function)
 
 
 def floats(x: Tensor) -> Floats:

@@ -2,18 +2,22 @@
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import Inkling2TextConfig
 
 from nybble.models.context import Context
+from nybble.models.cpu.attention import Numbers
 from nybble.models.cuda import on_gpu
 from nybble.models.inkling2.attend import attend_chunks
 from nybble.models.inkling2.conv import DynamicShortConvolution, ShortConvolution
 from nybble.models.inkling2.flex import attend_flex
 from nybble.models.inkling2.fused import attend_fused
+from nybble.models.inkling2.whole_attention import AttentionBetween, Plan, WholeAttention, tokens
 from nybble.models.linear import Linear
 from nybble.models.norms import l2_clip, rms_norm
+from nybble.models.whole import common_precision, unwatched
 
 
 class ScaledClip(nn.Module):
@@ -149,6 +153,9 @@ class Attention(nn.Module):
         gain = None
         if self.window is None:
             gain = context.length_gain(x.shape[1], self.floor, self.alpha, x.device)
+        others = context.cache is not None or context.fused or self.window in context.block_masks
+        if not others and unwatched(self, x):
+            return self._whole(inputs, context, gain)
         q = self.q_proj(x, gain)
         k = self.k_proj(key_input, context, key_driver)
         v = self.v_proj(value_input, context, value_driver)
@@ -171,3 +178,29 @@ class Attention(nn.Module):
                 query_segments=context.segments, key_segments=keys,
             )  # fmt: skip
         return self.o_proj(out.flatten(-2), x_gate)
+
+    def _whole(self, inputs: Sequence[Tensor], context: Context, gain: Tensor | None) -> Tensor:
+        """`forward` as one operation."""
+        B, S, H = inputs[0].shape
+        rows = [x.reshape(B * S, H) for x in inputs]
+        k, v, rel = self.k_proj, self.v_proj, self.relative_position_bias
+        own = (self.q_proj.linear, self.o_proj.gate_proj, rel.linear, self.sink_proj)
+        linears: tuple[Linear, ...] = (*own, k.linear, v.linear)
+        if isinstance(k.sconv, DynamicShortConvolution) and isinstance(v.sconv, DynamicShortConvolution):
+            linears = (*own, k.linear, k.sconv.weight_proj, v.linear, v.sconv.weight_proj)
+        numbers = Numbers(
+            min(self.window or S, S), np.float32(self.scale), np.float32(self.q_proj.norm.threshold),
+            np.float32(rel.norm.threshold), np.float32(v.eps), k.sconv.kernel,
+        )  # fmt: skip
+        small = (self.q_proj.norm.scale, rel.norm.scale, rel.proj, k.sconv.taps(), v.sconv.taps())
+        output = self.o_proj.linear
+        precision = common_precision((*linears, output))
+        plan = Plan(self.readers, tokens(context, B, S, gain), numbers, precision == "bf16")
+        if precision is not None:
+            starts = [sum(self.readers[:i]) for i in range(len(self.readers))]
+            weights = (linear.weight for linear in linears)
+            y = WholeAttention.apply(plan, *(rows[i] for i in starts), *small, *weights, output.weight)
+        else:
+            made = (linear(x) for x, linear in zip(rows, linears, strict=True))
+            y = output(AttentionBetween.apply(plan, *small, *made))
+        return y.view(B, S, H)

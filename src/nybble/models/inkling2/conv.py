@@ -1,6 +1,7 @@
 """Short causal convolutions over the sequence, one filter a channel, on [B, S, C] without transposing."""
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -8,8 +9,10 @@ from torch import Tensor, nn
 
 from nybble.models.context import Context
 from nybble.models.conv import causal_conv, lagged
+from nybble.models.cpu import conv as fused
 from nybble.models.cuda import on_gpu
 from nybble.models.linear import Linear
+from nybble.models.norms import by_hand
 
 
 class ShortConvolution(nn.Module):
@@ -22,6 +25,10 @@ class ShortConvolution(nn.Module):
         super().__init__()
         self.layer, self.slot, self.kernel = layer, slot, kernel
         self.conv1d = nn.Conv1d(channels, channels, kernel, groups=channels, bias=False)  # holds the weight
+
+    def taps(self) -> Tensor:
+        """The weight [C, K], the last for the current token."""
+        return self.conv1d.weight[:, 0]
 
     def forward(
         self,
@@ -40,10 +47,29 @@ class ShortConvolution(nn.Module):
             line, starts, before = _behind(past, x, context.starts)
             residual = None if residual is None else F.pad(residual, (0, 0, before, 0))
             return ShortConv.apply(line, self.conv1d.weight, starts, residual, dtype)[:, before:]
+        if past is None and by_hand(x) and dtype == self.conv1d.weight.dtype == torch.float32:
+            return _ShortConvolution.apply(x, self.conv1d.weight, residual, *context.same)
         y = causal_conv(x.float(), plain_taps(self.conv1d.weight), None, past, context.same)
         # rounded to the input's dtype first, as the published model does
         y = y.to(x.dtype)
         return (y if residual is None else residual.float() + y.float()).to(dtype)
+
+
+class _ShortConvolution(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, residual: Tensor | None, *same: Tensor) -> Tensor:
+        taps = plain_taps(weight)
+        ctx.save_for_backward(x, taps, *same)
+        ctx.has_residual = residual is not None
+        y = fused.forward(x, taps, None, same, False)
+        return y if residual is None else y.add_(residual)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, taps, *same = ctx.saved_tensors
+        dx, dtaps, _ = fused.backward(dy, x, taps, None, tuple(same), False)
+        dweight = (dtaps / math.sqrt(len(taps) + 1)).flip(0).T[:, None]
+        return dx, dweight, dy if ctx.has_residual else None, *(None for _ in same)
 
 
 def _behind(past: Tensor, x: Tensor, starts: Tensor | None) -> tuple[Tensor, Tensor | None, int]:
@@ -77,6 +103,10 @@ class DynamicShortConvolution(nn.Module):
         self.layer, self.slot, self.kernel, self.heads = layer, slot, kernel, heads
         self.static_weight = nn.Parameter(torch.zeros(kernel, channels))
         self.weight_proj = Linear(hidden, heads * kernel)
+
+    def taps(self) -> Tensor:
+        """The learned part [K, C], the first for the current token."""
+        return self.static_weight
 
     def forward(self, x: Tensor, context: Context, driver: Tensor) -> Tensor:
         past = context.conv_state(x, self.layer, self.slot, self.kernel)

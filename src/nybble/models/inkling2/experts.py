@@ -26,6 +26,14 @@ class SoftcappedSwiGLU(nn.Module):
         b = self.up_cap * torch.tanh(up / self.up_cap)
         return (a * torch.sigmoid(gate) * b).to(dtype)
 
+    def rows(self, gate_up: Tensor) -> Tensor:
+        """The same of gate and up side by side, FP32 [R, 2I] on a CPU -> [R, I]; without gradient."""
+        return swiglu.forward(gate_up, (self.gate_cap, self.up_cap))
+
+    def rows_backward(self, gate_up: Tensor, dy: Tensor) -> Tensor:
+        """Gradient at gate_up [R, 2I] for dy [R, I]."""
+        return swiglu.backward(gate_up, dy, None, (self.gate_cap, self.up_cap))[0]
+
 
 class _SoftcappedSwiGLU(torch.autograd.Function):
     """Keeps only gate and up, and computes the rest again in the backward pass."""

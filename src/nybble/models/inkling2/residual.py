@@ -10,24 +10,43 @@ import torch
 from torch import Tensor, nn
 
 from nybble.models.cpu import mix as fused
+from nybble.models.cpu import norms as cpu_norms
 from nybble.models.cuda import on_gpu
 from nybble.models.norms import RMSNorm, by_hand, plain_rms_norm
 
 EPS = 1e-6
 
 
-class _Mix(torch.autograd.Function):
-    """query [n, H] over sqrt(H), partial [T, H], blocks [m, T, H] -> [n, T, H]."""
+class _MixNorm(torch.autograd.Function):
+    """query [n, H], partial [T, H], n norm weights [H], m blocks [T, H] -> n times [T, H] mixed, normed."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, partial: Tensor, blocks: Tensor) -> Tensor:
-        outs, *saved = fused.forward(query, partial, blocks, EPS)
-        ctx.save_for_backward(query, partial, blocks, *saved)
-        return outs
+    def forward(ctx: Any, eps: float, query: Tensor, partial: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
+        n, H = query.shape
+        weights, blocks = rest[:n], _stacked(rest[n:])
+        scaled = query * H**-0.5
+        outs, *saved = fused.forward(scaled, partial, blocks, EPS)
+        normed, roots = zip(
+            *(cpu_norms.rms(out, w, eps) for out, w in zip(outs, weights, strict=True)), strict=True
+        )
+        ctx.save_for_backward(scaled, partial, blocks, *saved, outs, *weights, *roots)
+        return normed
 
     @staticmethod
-    def backward(ctx: Any, douts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return fused.backward(douts, *ctx.saved_tensors)
+    def backward(ctx: Any, *douts: Tensor) -> tuple[Tensor | None, ...]:
+        scaled, partial, blocks, *mixing, outs = (saved := ctx.saved_tensors)[:7]
+        n, rest = len(douts), saved[7:]
+        pairs = [
+            cpu_norms.rms_backward(d, out, weight, root)
+            for d, out, weight, root in zip(douts, outs, rest[:n], rest[n:], strict=True)
+        ]
+        d = _stacked(tuple(d for d, _ in pairs))
+        dscaled, dpartial, dblocks = fused.backward(d, scaled, partial, blocks, *mixing)
+        return None, dscaled * scaled.shape[1] ** -0.5, dpartial, *(dw for _, dw in pairs), *dblocks.unbind(0)
+
+
+def _stacked(tensors: tuple[Tensor, ...]) -> Tensor:
+    return tensors[0][None] if len(tensors) == 1 else torch.stack(tensors)
 
 
 class BlockAttentionResidual(nn.Module):
@@ -68,22 +87,21 @@ class BlockAttentionResidual(nn.Module):
             count = sum(copies)
             ys = Mix.apply(EPS, norms[0].eps, copies, dtype, self._queries(), partial, *scales, *blocks)
             return ys[:count], ys[count], ys[count + 1 :]
-        mixed = [norm(x).to(dtype) for norm, x in zip(norms, self._mixed(blocks, partial), strict=True)]
+        H, hooked = partial.shape[-1], any(norm._forward_hooks for norm in norms)
+        partial, queries = partial.float(), self._queries().float()
+        if by_hand(partial) and not hooked:
+            weights = (norm.weight.float() for norm in norms)
+            rows = (x.reshape(-1, H) for x in blocks)
+            ys = _MixNorm.apply(norms[0].eps, queries, partial.reshape(-1, H), *weights, *rows)
+            mixed = [y.view(partial.shape).to(dtype) for y in ys]
+        else:
+            sources = plain_mix(partial, queries * H**-0.5, blocks)
+            mixed = [norm(x).to(dtype) for norm, x in zip(norms, sources, strict=True)]
         return tuple(y for y, n in zip(mixed, copies, strict=True) for _ in range(n)), partial, blocks
 
     def _queries(self) -> Tensor:
         """[n, H]."""
         return self.query.view(-1, self.query.shape[-1])
-
-    def _mixed(self, blocks: tuple[Tensor, ...], partial: Tensor) -> tuple[Tensor, ...]:
-        H = partial.shape[-1]
-        partial = partial.float()
-        scaled = self._queries().float() * H**-0.5
-        if by_hand(partial):
-            stacked = blocks[0][None] if len(blocks) == 1 else torch.stack(blocks)
-            outs = _Mix.apply(scaled, partial.reshape(-1, H), stacked.flatten(1, -2))
-            return outs.view(scaled.shape[0], *partial.shape).unbind(0)
-        return plain_mix(partial, scaled, blocks)
 
 
 def plain_mix(partial: Tensor, query: Tensor, blocks: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

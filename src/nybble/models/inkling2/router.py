@@ -7,7 +7,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import Inkling2TextConfig
 
+from nybble.models.cpu import router as fused
 from nybble.models.cuda import on_gpu
+from nybble.models.norms import by_hand
 
 MOST_EXPERTS = 256
 """Experts that the kernel for GPUs serves."""
@@ -36,6 +38,35 @@ class _Logits(torch.autograd.Function):
         return dhidden, dweight.sum(0).to(weight.dtype)
 
 
+class _Routed(torch.autograd.Function):
+    """hidden [T, H] and weight [E, H] -> what the router returns, on a CPU."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, shift: Tensor, k: int, gain: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        logits = F.linear(hidden, weight)
+        scores, experts, weights = fused.choose(logits, shift, k, gain)
+        ctx.save_for_backward(hidden, weight, scores, experts)
+        ctx.gain = gain
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(experts)
+        return logits, weights, experts
+
+    @staticmethod
+    def backward(
+        ctx: Any, dlogits: Tensor | None, dweights: Tensor | None, _: None
+    ) -> tuple[Tensor | None, ...]:
+        hidden, weight, scores, experts = ctx.saved_tensors
+        d = (
+            torch.zeros_like(scores)
+            if dweights is None
+            else fused.backward(dweights, scores, experts, ctx.gain)
+        )
+        d = d if dlogits is None else d + dlogits
+        return torch.mm(d, weight), torch.mm(d.T, hidden), None, None, None
+
+
 class Router(nn.Module):
     """hidden [T, H] -> logits [T, E], weights [T, k] (FP32), experts [T, k] (int64).
 
@@ -57,6 +88,8 @@ class Router(nn.Module):
 
             bias = self.e_score_correction_bias
             return Route.apply(hidden, self.weight, bias, self.top_k, self.gain)
+        if by_hand(hidden) and self.weight.dtype == torch.float32:
+            return _Routed.apply(hidden, self.weight, self.e_score_correction_bias, self.top_k, self.gain)
         logits = _Logits.apply(hidden, self.weight)
         scores = torch.sigmoid(logits)
         experts = torch.topk(

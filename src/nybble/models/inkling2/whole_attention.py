@@ -1,0 +1,149 @@
+"""An attention layer of Inkling 2 on a CPU as one operation: products, and between them one pass a direction.
+
+Projections of the same input are one product, whose result lies by channel, as `cpu.attention` takes it. Kept
+for the backward pass: the inputs, what the projections gave, the attended values before and behind their
+gates, and one number a query and head.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from nybble.kernels.cpu.bf16 import rounded
+from nybble.kernels.cpu.scratch import room
+from nybble.models.context import Context
+from nybble.models.cpu import attention as fused
+from nybble.models.cpu.attention import Heads, Numbers, Tokens, Weights, arrays
+
+SMALL = len(Weights._fields)
+
+
+class Plan(NamedTuple):
+    """What the layer needs besides tensors."""
+
+    groups: tuple[int, ...]
+    """How many projections take each input: of all, or of queries, keys and values."""
+    tokens: Tokens
+    numbers: Numbers
+    rounds: bool
+    """Whether operands of products are rounded to BF16."""
+
+    def operand(self, x: Tensor) -> Tensor:
+        """x as an operand of a product."""
+        return rounded(x) if self.rounds else x
+
+
+class WholeAttention(torch.autograd.Function):
+    """apply(plan, *inputs [T, hidden], *small tensors in the order of `Weights`, *weights of the projections
+    in the order of `Heads`, weight of the output) -> [T, hidden]."""
+
+    @staticmethod
+    def forward(ctx: Any, plan: Plan, *tensors: Tensor) -> Tensor:
+        inputs, small, projections, output = _split(plan, tensors)
+        operands = [plan.operand(x) for x in inputs]
+        made: list[Tensor] = []
+        for x, weights in zip(operands, _grouped(projections, plan.groups), strict=True):
+            made += torch.mm(plan.operand(torch.cat(weights)), x.T).split([len(w) for w in weights])
+        out, lse, gated = fused.forward(_heads(made), _weights(small), plan.tokens, plan.numbers)
+        gated = plan.operand(gated)
+        ctx.save_for_backward(*operands, *tensors[len(inputs) :], *made, out, lse, gated)
+        ctx.plan = plan
+        return torch.mm(gated.T, plan.operand(output).T)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        plan, count = ctx.plan, len(ctx.needs_input_grad) - 1
+        saved = ctx.saved_tensors
+        inputs, small, projections, output = _split(plan, saved[:count])
+        *made, out, lse, gated = saved[count:]
+        dy = plan.operand(dy)
+        groups = _grouped(projections, plan.groups)
+        wholes = [
+            room(f"projections {i}", sum(len(w) for w in weights), len(dy))
+            for i, weights in enumerate(groups)
+        ]
+        dmade = [
+            d for whole, ws in zip(wholes, groups, strict=True) for d in whole.split([len(w) for w in ws])
+        ]
+        dgated = torch.mm(plan.operand(output).T, dy.T, out=room("gated", *gated.shape))
+        dsmall = _backward(dgated, plan, made, small, out, lse, dmade)
+        dinputs, dprojections = [], []
+        for x, whole, weights in zip(inputs, wholes, groups, strict=True):
+            d = plan.operand(whole)
+            dinputs.append(torch.mm(d.T, plan.operand(torch.cat(weights))))
+            dprojections += torch.mm(d, x).split([len(w) for w in weights])
+        return None, *dinputs, *dsmall, *dprojections, torch.mm(dy.T, gated.T)
+
+
+class AttentionBetween(torch.autograd.Function):
+    """The same between the products: apply(plan, *small tensors in the order of `Weights`, *what the
+    projections gave [T, rows] in the order of `Heads`) -> gated values [T, H * D]."""
+
+    @staticmethod
+    def forward(ctx: Any, plan: Plan, *tensors: Tensor) -> Tensor:
+        small, made = tensors[:SMALL], [y.T.contiguous() for y in tensors[SMALL:]]
+        out, lse, gated = fused.forward(_heads(made), _weights(small), plan.tokens, plan.numbers)
+        ctx.save_for_backward(*small, *made, out, lse)
+        ctx.plan = plan
+        return gated.T.contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, dgated: Tensor) -> tuple[Tensor | None, ...]:
+        *tensors, out, lse = ctx.saved_tensors
+        small, made = tuple(tensors[:SMALL]), tensors[SMALL:]
+        dmade = [torch.empty_like(y) for y in made]
+        dsmall = _backward(dgated.T.contiguous(), ctx.plan, made, small, out, lse, dmade)
+        return None, *dsmall, *(d.T.contiguous() for d in dmade)
+
+
+def _backward(
+    dgated: Tensor,
+    plan: Plan,
+    made: list[Tensor],
+    small: tuple[Tensor, ...],
+    out: Tensor,
+    lse: Tensor,
+    dmade: list[Tensor],
+) -> tuple[Tensor, ...]:
+    """Fills dmade, and returns the gradients of the small tensors."""
+    dq, drel, dproj, *dtaps = fused.backward(
+        dgated, _heads(made), _weights(small), plan.tokens, plan.numbers, out, lse, _heads(dmade)
+    )
+    return dq, drel, dproj.T, *dtaps
+
+
+def _split(
+    plan: Plan, tensors: tuple[Tensor, ...]
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], tuple[Tensor, ...], Tensor]:
+    """Inputs, small tensors, weights of projections and of the output."""
+    n = len(plan.groups)
+    return tensors[:n], tensors[n : n + SMALL], tensors[n + SMALL : -1], tensors[-1]
+
+
+def _grouped(projections: tuple[Tensor, ...], groups: tuple[int, ...]) -> list[tuple[Tensor, ...]]:
+    """The weights that share an input, for each input."""
+    parts, at = [], 0
+    for count in groups:
+        parts.append(projections[at : at + count])
+        at += count
+    return parts
+
+
+def _weights(small: tuple[Tensor, ...]) -> Weights:
+    scale_q, scale_rel, proj, *taps = small
+    return arrays(Weights, (scale_q, scale_rel, proj.T, *taps))
+
+
+def _heads(made: list[Tensor]) -> Heads:
+    """Of six projections, or of eight where convolutions have computed taps."""
+    if len(made) == len(Heads._fields):
+        return arrays(Heads, made)
+    q, gate, rel, sink, k, v = made
+    none = q.new_empty(0, q.shape[1])
+    return arrays(Heads, (q, gate, rel, sink, k, none, v, none))
+
+
+def tokens(context: Context, B: int, S: int, gain: Tensor | None) -> Tokens:
+    """What the pass knows of the tokens of `context`."""
+    return fused.tokens(B, S, context.segments, context.same, gain)
