@@ -59,7 +59,7 @@ def bank_of(proj: Tensor, T: int, dtype: torch.dtype) -> Tensor:
     R, extent = proj.shape
     chunks = cdiv(extent - 1, T) + 2
     bank = torch.zeros(chunks * T, _padded(R), dtype=dtype, device=proj.device)
-    bank[T - 1 : T - 1 + extent, :R] = proj.T * math.log2(math.e)
+    torch.mul(proj.detach().T, math.log2(math.e), out=bank[T - 1 : T - 1 + extent, :R])
     return bank
 
 
@@ -81,7 +81,7 @@ def forward(
         q, k, v, rel, bank, sink, segments, first, out, lse,
         S, H, H // k.shape[2], T, bank.shape[0] // T, window or S,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *rel.stride()[:3], *sink.stride(), scale,
-        T, D, rel.shape[3], bank.shape[1], documents is not None,
+        T, D, rel.shape[3], bank.shape[1], _far(S, window, bank.shape[0] // T, T), documents is not None,
         **tile.options(),
     )  # fmt: skip
     return out, lse
@@ -113,7 +113,7 @@ def backward(
         q, k, v, rel, bank, sink, segments, first, out, lse, dout, dq, drel, dsink, delta, partial,
         S, H, H // h, T, chunks, window or S,
         *strides, *sink.stride(), *dout.stride()[:3], scale,
-        T, D, R, RP, documents is not None, **tile.options(),
+        T, D, R, RP, _far(S, window, bank.shape[0] // T, T), documents is not None, **tile.options(),
     )  # fmt: skip
     dproj = partial.sum(0)[T - 1 : T - 1 + extent, :R].T.to(proj.dtype, memory_format=torch.contiguous_format)
 
@@ -125,13 +125,18 @@ def backward(
         q, k, v, rel, bank, segments, last, lse, delta, dout, dk, dv,
         S, H, H // h, T, bank.shape[0] // T, window or S, tiles,
         *strides, *dout.stride()[:3], scale,
-        T, D, R, RP, documents is not None, **tile.options(),
+        T, D, R, RP, _far(S, window, bank.shape[0] // T, T), documents is not None, **tile.options(),
     )  # fmt: skip
     return dq, dk, dv, drel, dproj, dsink
 
 
 def _rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _far(S: int, window: int | None, chunks: int, T: int) -> bool:
+    """Whether some tile is seen and lies beyond the bias."""
+    return cdiv(S, T) + 1 > chunks and cdiv((window or S) - 1, T) > chunks - 2
 
 
 def _padded(R: int) -> int:

@@ -30,7 +30,8 @@ def queries(
     dq, drel, dsink, delta, partial,
     S, H, G, lap, chunks, window,
     qb, qs, qh, kb, ks, kh, vb, vs, vh, rb, rs, rh, sb, ss, sh, ob, os, oh, scale,
-    T: tl.constexpr, D: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, DOCUMENTS: tl.constexpr,
+    T: tl.constexpr, D: tl.constexpr, R: tl.constexpr, RP: tl.constexpr,
+    FAR: tl.constexpr, DOCUMENTS: tl.constexpr,
 ):  # fmt: skip
     """Program (sequence and head, tile of queries); `partial` [tiles, B * H, chunks - 1, T, RP]."""
     b = (tl.program_id(0) // H).to(tl.int64)
@@ -56,15 +57,16 @@ def queries(
         now = tl.load(segments + b * S + i, mask=i < S, other=0)
     near = tl.maximum(start, m + 2 - chunks)
     dq_acc = tl.zeros((T, D), tl.float32)
-    for n in range(start, near):
-        ok = (m - n) * T + t[:, None] - t[None, :] < window
-        if DOCUMENTS:
-            ok = ok & (now[:, None] == tl.load(segments + b * S + n * T + t)[None, :])
-        k_tile, v_tile = rows(k, n * T, S, ks, T, D, D), rows(v, n * T, S, vs, T, D, D)
-        score = tl.dot(q_tile, tl.trans(k_tile)) * (scale * LOG2E)
-        dp = tl.dot(dout_tile, tl.trans(v_tile))
-        _, ds = _gradient(score, dp, norm[:, None], own[:, None], ok, True)
-        dq_acc = tl.dot(ds.to(k_tile.dtype), k_tile, dq_acc)
+    if FAR:
+        for n in range(start, near):
+            ok = (m - n) * T + t[:, None] - t[None, :] < window
+            if DOCUMENTS:
+                ok = ok & (now[:, None] == tl.load(segments + b * S + n * T + t)[None, :])
+            k_tile, v_tile = rows(k, n * T, S, ks, T, D, D), rows(v, n * T, S, vs, T, D, D)
+            score = tl.dot(q_tile, tl.trans(k_tile)) * (scale * LOG2E)
+            dp = tl.dot(dout_tile, tl.trans(v_tile))
+            _, ds = _gradient(score, dp, norm[:, None], own[:, None], ok, True)
+            dq_acc = tl.dot(ds.to(k_tile.dtype), k_tile, dq_acc)
     drel_acc = tl.zeros((T, RP), tl.float32)
     carried = tl.zeros((T, RP), tl.float32)
     partial += ((m * tl.num_programs(0) + tl.program_id(0)).to(tl.int64) * (chunks - 1)) * T * RP
@@ -104,7 +106,8 @@ def keys(
     q, k, v, rel, bank, segments, last, lse, delta, dout, dk, dv,
     S, H, G, lap, chunks, window, tiles,
     qb, qs, qh, kb, ks, kh, vb, vs, vh, rb, rs, rh, ob, os, oh, scale,
-    T: tl.constexpr, D: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, DOCUMENTS: tl.constexpr,
+    T: tl.constexpr, D: tl.constexpr, R: tl.constexpr, RP: tl.constexpr,
+    FAR: tl.constexpr, DOCUMENTS: tl.constexpr,
 ):  # fmt: skip
     """Program (sequence and key head, tile of keys); tiles of scores lie transposed, keys along rows."""
     heads = H // G
@@ -147,19 +150,23 @@ def keys(
             p, ds = _gradient(score, dp, norm[None, :], own[None, :], ok, DOCUMENTS)
             dv_acc = tl.dot(p.to(dout_tile.dtype), dout_tile, dv_acc)
             dk_acc = tl.dot(ds.to(q_tile.dtype), q_tile, dk_acc)
-        for m in range(near, end):
-            i = m * T + t
-            ok = (m - n) * T + t[None, :] - t[:, None] < window
-            if DOCUMENTS:
-                now = tl.load(segments + b * S + i, mask=i < S, other=0)
-                ok = ok & (now[None, :] == past[:, None])
-            q_tile, dout_tile = rows(q_head, m * T, S, qs, T, D, D), rows(dout_head, m * T, S, os, T, D, D)
-            norm = tl.load(lse + line + i, mask=i < S, other=0.0)
-            own = tl.load(delta + line + i, mask=i < S, other=0.0)
-            score = tl.dot(k_tile, tl.trans(q_tile)) * (scale * LOG2E)
-            dp = tl.dot(v_tile, tl.trans(dout_tile))
-            p, ds = _gradient(score, dp, norm[None, :], own[None, :], ok, True)
-            dv_acc = tl.dot(p.to(dout_tile.dtype), dout_tile, dv_acc)
-            dk_acc = tl.dot(ds.to(q_tile.dtype), q_tile, dk_acc)
+        if FAR:
+            for m in range(near, end):
+                i = m * T + t
+                ok = (m - n) * T + t[None, :] - t[:, None] < window
+                if DOCUMENTS:
+                    now = tl.load(segments + b * S + i, mask=i < S, other=0)
+                    ok = ok & (now[None, :] == past[:, None])
+                q_tile, dout_tile = (
+                    rows(q_head, m * T, S, qs, T, D, D),
+                    rows(dout_head, m * T, S, os, T, D, D),
+                )
+                norm = tl.load(lse + line + i, mask=i < S, other=0.0)
+                own = tl.load(delta + line + i, mask=i < S, other=0.0)
+                score = tl.dot(k_tile, tl.trans(q_tile)) * (scale * LOG2E)
+                dp = tl.dot(v_tile, tl.trans(dout_tile))
+                p, ds = _gradient(score, dp, norm[None, :], own[None, :], ok, True)
+                dv_acc = tl.dot(p.to(dout_tile.dtype), dout_tile, dv_acc)
+                dk_acc = tl.dot(ds.to(q_tile.dtype), q_tile, dk_acc)
     put_rows(dk + (b * S * heads + key_head) * D, dk_acc * scale, n * T, S, heads * D, T, D, D)
     put_rows(dv + (b * S * heads + key_head) * D, dv_acc, n * T, S, heads * D, T, D, D)

@@ -35,7 +35,8 @@ def forward(
     q, k, v, rel, bank, sink, segments, first, out, lse,
     S, H, G, lap, chunks, window,
     qb, qs, qh, kb, ks, kh, vb, vs, vh, rb, rs, rh, sb, ss, sh, scale,
-    T: tl.constexpr, D: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, DOCUMENTS: tl.constexpr,
+    T: tl.constexpr, D: tl.constexpr, R: tl.constexpr, RP: tl.constexpr,
+    FAR: tl.constexpr, DOCUMENTS: tl.constexpr,
 ):  # fmt: skip
     """Program (sequence and head, tile of queries, the last first: they have the most keys)."""
     b = (tl.program_id(0) // H).to(tl.int64)
@@ -55,12 +56,13 @@ def forward(
         start = tl.maximum(start, tl.min(tl.load(first + b * S + i, mask=i < S, other=S)) // T)
         now = tl.load(segments + b * S + i, mask=i < S, other=0)
     near = tl.maximum(start, m + 2 - chunks)
-    for n in range(start, near):
-        ok = (m - n) * T + t[:, None] - t[None, :] < window
-        if DOCUMENTS:
-            ok = ok & (now[:, None] == tl.load(segments + b * S + n * T + t)[None, :])
-        k_tile, v_tile = rows(k, n * T, S, ks, T, D, D), rows(v, n * T, S, vs, T, D, D)
-        best, total, acc = _step(q_tile, k_tile, v_tile, 0.0, ok, best, total, acc, scale, True)
+    if FAR:
+        for n in range(start, near):
+            ok = (m - n) * T + t[:, None] - t[None, :] < window
+            if DOCUMENTS:
+                ok = ok & (now[:, None] == tl.load(segments + b * S + n * T + t)[None, :])
+            k_tile, v_tile = rows(k, n * T, S, ks, T, D, D), rows(v, n * T, S, vs, T, D, D)
+            best, total, acc = _step(q_tile, k_tile, v_tile, 0.0, ok, best, total, acc, scale, True)
     high = by_distance(rel_tile, chunk(bank, m - near + 1, T, RP), m - near + 1, window, T)
     for n in range(near, m + 1):
         ok = t

@@ -34,7 +34,9 @@ def chunk(bank, k, T: tl.constexpr, RP: tl.constexpr):
 def wall(k, window, T: tl.constexpr):
     """[T]: 0 for distances of chunk k that a query sees, -inf for the others."""
     distance = (k - 1) * T + 1 + tl.arange(0, T)
-    return tl.where((distance >= 0) & (distance < window), 0.0, float("-inf"))
+    # as unsigned numbers, those below zero lie beyond any window
+    near = tl.cast(distance, tl.uint32, bitcast=True) < tl.cast(window, tl.uint32)
+    return tl.where(near, 0.0, float("-inf"))
 
 
 @triton.jit
