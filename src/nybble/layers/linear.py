@@ -27,6 +27,7 @@ class Plan(NamedTuple):
     keep_x: bool
     """False for a frozen weight: nothing of x is kept."""
     x_dtype: torch.dtype
+    state: StepState
 
     def draw(self, role: Role, key: Tensor, rows: Tensor | None) -> Draw:
         """Draws of an operand whose rows are tokens."""
@@ -45,7 +46,12 @@ class Linear(nn.Linear):
         key, weight_key = self.step_state.keys(x.device)
         keep_x = torch.is_grad_enabled() and self.weight.requires_grad
         tokens = x.reshape(-1, x.shape[-1])
-        plan = Plan(planned(self.weight, self.spec, self.weight_cache, self.step_state), keep_x, x.dtype)
+        plan = Plan(
+            planned(self.weight, self.spec, self.weight_cache, self.step_state),
+            keep_x,
+            x.dtype,
+            self.step_state,
+        )
         rows = self.step_state.rows(tokens.shape[0], x.device)
         y: Tensor = _Linear.apply(tokens, self.weight, self.bias, rows, key, weight_key, plan)
         return y.view(*x.shape[:-1], y.shape[-1])
@@ -119,9 +125,10 @@ class _Linear(torch.autograd.Function):
             mean = x.sum(0, dtype=torch.float32) / max(x.shape[0], 1)
             shift = torch.mv(weight.float(), mean)
             x = x.float() - mean
-        (values, amax), saved = kept.keep(
-            x, spec.gemms, plan.keep_x, dtype, plan.draw(Role.FPROP_X, key, rows)
-        )
+        (values, amax), saved = plan.state.inputs.get(
+            x, fprop.x, (spec.gemms.wgrad.x, plan.keep_x, dtype),
+            lambda: kept.keep(x, spec.gemms, plan.keep_x, dtype, plan.draw(Role.FPROP_X, key, rows)),
+        )  # fmt: skip
         w, w_amax = plan.weight.fprop(weight, weight_key, dtype)
         scale = product(outer(amax, fprop.x), outer(w_amax, fprop.w))
         ctx.save_for_backward(weight, rows, key.clone(), weight_key.clone(), mean, *saved)
@@ -149,7 +156,11 @@ class _Linear(torch.autograd.Function):
             dtype = compute_dtype(dy.device, gemms.wgrad.dy, gemms.wgrad.x)
             if dx is None or not spec.shares_dy:
                 a, a_amax = cast(dy, gemms.wgrad.dy, -2, dtype, plan.draw(Role.WGRAD_DY, key, rows))
-            b, b_amax = kept.wgrad_operand(saved, gemms, ctx.shape, dtype, plan.draw(Role.WGRAD_X, key, rows))
+            draw = plan.draw(Role.WGRAD_X, key, rows)
+            b, b_amax = plan.state.kept_inputs.get(
+                saved[0], gemms.wgrad.x, (gemms.fprop.x, ctx.shape, dtype),
+                lambda: kept.wgrad_operand(saved, gemms, ctx.shape, dtype, draw),
+            )  # fmt: skip
             scale = product(outer(a_amax, gemms.wgrad.dy), outer(b_amax, gemms.wgrad.x))
             dw = gemm.matmul(a.t(), b, scale, weight.dtype if mean is None else torch.float32)
             if mean is not None:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from nybble.formats.philox import check_range
+from nybble.layers.shared import LastOperand
 
 
 class StepState:
@@ -29,6 +30,8 @@ class StepState:
         passes."""
         self.fresh = False
         """True between `refresh` and the next step: compiled graphs may use cached weight operands."""
+        self.inputs, self.kept_inputs = LastOperand(), LastOperand()
+        """What linear layers made last of an input, for fprop and for wgrad."""
         self._keys: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     def keys(self, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -54,6 +57,8 @@ class StepState:
         if micro == 0 or (seed, step) != (self.seed, self.step):
             self.generation += 1
             self.fresh = False
+        self.inputs.clear()
+        self.kept_inputs.clear()
         before = (self.seed, self.step, self.micro)
         self.seed, self.step, self.micro = seed, step, micro
         self.managed = True

@@ -2,7 +2,6 @@
 # mypy: ignore-errors
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import triton
@@ -52,6 +51,3 @@ def load_sum(pointers, at, mask):
 def empty_like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """A new tensor of the shape of x, in one piece."""
     return torch.empty(x.shape, dtype=dtype or x.dtype, device=x.device)
-
-
-Saved = Any
