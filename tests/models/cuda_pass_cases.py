@@ -16,6 +16,7 @@ from nybble.models import Inkling2ForCausalLM, presets
 from nybble.models.context import document_starts, same_document
 from nybble.models.conv import causal_conv
 from nybble.models.cuda import conv, conv_dynamic, gate, head, mix, norms, router, tiles
+from nybble.models.inkling2 import attention
 from nybble.models.inkling2.conv import plain_dynamic_convolution, plain_taps
 from nybble.models.inkling2.residual import EPS, plain_mix
 from nybble.models.inkling2.router import _Logits
@@ -204,6 +205,8 @@ def whole_model() -> None:
         with ExitStack() as stack:
             for module in modules:
                 stack.enter_context(patch.object(module, "on_gpu", lambda _, on=served: on))
+            if served:  # and none of the operations that CPUs have for whole layers
+                stack.enter_context(patch.object(attention, "unwatched", lambda *_: False))
             loss = model(ids, labels=ids, segments=segments).loss
             results.append([loss, *torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)])
     for name, a, b in zip(["loss", *(n for n, _ in model.named_parameters())], *results, strict=True):
