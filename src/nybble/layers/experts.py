@@ -15,8 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from nybble.formats import Operand as Role
+from nybble.kernels.cpu.rows import sort
 from nybble.layers import gemm, kept
 from nybble.layers.activation import Activation
+from nybble.layers.experts_by_hand import ExpertsByHand, by_hand
 from nybble.layers.fused_experts import FusedExperts, Plan, fits
 from nybble.layers.linear import planned
 from nybble.layers.operand import Codes, Values, cast, compute_dtype, ends_of, outer, product
@@ -117,6 +119,13 @@ class Experts(nn.Module):
             arrived: codes of x as the operand of fprop, where x came as those; x is then only a shape.
         """
         up, down = local(getattr(self, up_name(self))), local(self.down_proj)
+        if arrived is None and self._rounds_by_hand(x, up):
+            sorted_rows = sort(top_k_index, up.shape[0])
+            act = self.by_pass()  # type: ignore[operator]  # of the model's own class
+            out: Tensor = ExpertsByHand.apply(
+                x, top_k_weights, up, down, *sorted_rows, act, True, self.keep == "activations"
+            )
+            return out
         up_codes = down_codes = None
         if self.gather is not None:
             (up, up_codes), (down, down_codes) = self.gather(self, up, 0), self.gather(self, down, 1)
@@ -137,6 +146,12 @@ class Experts(nn.Module):
         passes = FusedExperts if fits(x, plan, up.shape[0]) else _Experts
         y: Tensor = passes.apply(x, top_k_weights, up, down, order, ends, rows, key, weight_key, plan)
         return y
+
+    def _rounds_by_hand(self, x: Tensor, up: Tensor) -> bool:
+        """Whether all of it is plain BF16 on a CPU and all experts are here."""
+        here = self.exchange is None and self.gather is None
+        plain = up.dtype == torch.float32 and all(spec.rounds_to_bf16 for spec in self.specs)
+        return here and plain and hasattr(self, "by_pass") and x.numel() > 0 and by_hand(x)
 
     def _planned(self, weight: Tensor, which: int) -> Weight:
         first = self.first_expert * weight[0].numel() if self.first_expert else 0

@@ -17,7 +17,6 @@ from nybble.layers import gemm, kept
 from nybble.layers.operand import Draw, cast, compute_dtype, outer, product
 from nybble.layers.step import StepState
 from nybble.layers.weights import Spec, Weight, WeightCache, tag_of
-from nybble.recipes import OPERANDS
 
 
 class Plan(NamedTuple):
@@ -58,14 +57,7 @@ class Linear(nn.Linear):
 
     def rounds_to_bf16(self) -> bool:
         """Whether all its operands are plain BF16, so that whoever rounds them may do the products."""
-        return (
-            self.bias is None
-            and all(
-                (operand := self.spec.gemms.get(role)).format == "bf16" and not operand.hadamard
-                for role in OPERANDS
-            )
-            and not self.spec.gemms.fprop.x.subtract_mean
-        )
+        return self.bias is None and self.spec.rounds_to_bf16
 
     def __reduce__(self) -> Any:
         # The class of a converted module may be made at run time: it is found again from the model's own.

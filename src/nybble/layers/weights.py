@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from nybble import formats
 from nybble.formats import Operand as Role
 from nybble.layers.operand import FP8, NATIVE, Codes, Draw, Values, cast, decode, encode, recast, shape_of
-from nybble.recipes import GemmTable
+from nybble.recipes import OPERANDS, GemmTable
 
 VALUES_LIMIT = {"cpu": 64 << 20, "cuda": 512 << 20}
 """cache = "auto" keeps values of operands up to this many bytes and codes of larger ones. Values save a
@@ -40,6 +40,14 @@ class Spec(NamedTuple):
             and dgrad.dy.format == wgrad.dy.format
             and not (dgrad.dy.hadamard or wgrad.dy.hadamard)
             and ("fp32" not in formats_of or len(formats_of) == 1)
+        )
+
+    @property
+    def rounds_to_bf16(self) -> bool:
+        """All that the layer does to its operands."""
+        operands = [self.gemms.get(role) for role in OPERANDS]
+        return not self.gemms.fprop.x.subtract_mean and all(
+            operand.format == "bf16" and not operand.hadamard for operand in operands
         )
 
     def draw(self, role: Role, key: Tensor) -> Draw:

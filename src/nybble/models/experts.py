@@ -4,28 +4,14 @@ Legend: T tokens, k experts a token, E experts, H hidden, I expert width, W widt
 with a gate, else I); rows are the T * k routed copies of tokens.
 """
 
-from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nybble.formats.grouped import group_slices
 from nybble.kernels.cpu import rows as passes
-from nybble.kernels.cpu.scratch import room
-from nybble.kernels.cpu.threads import each
-from nybble.models.norms import by_hand
-
-
-class Pass(Protocol):
-    """An activation as two passes over rows, for CPUs."""
-
-    def forward(self, h: Tensor) -> Tensor:
-        """h [R, W] -> [R, I]."""
-
-    def backward(self, h: Tensor, dy: Tensor, w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Of y = w * forward(h): dh [R, W], y [R, I] and dw [R], for dy [R, I] and w [R]."""
+from nybble.layers.experts_by_hand import ExpertsByHand, Pass, by_hand
 
 
 def sort_by_expert(experts: Tensor, E: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -47,68 +33,6 @@ def count_rows(experts: Tensor, E: int) -> Tensor:
     """How many rows of `experts` [T, k] each of E experts got: [E] int64, without waiting for a GPU."""
     rows = experts.reshape(-1)
     return torch.zeros(E, dtype=torch.int64, device=rows.device).index_add(0, rows, torch.ones_like(rows))
-
-
-class _ExpertsByHand(torch.autograd.Function):
-    """A whole expert layer on a CPU; keeps the input and the first products, not what follows."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weights: Tensor,
-        first: Tensor,
-        down: Tensor,
-        order: Tensor,
-        place: Tensor,
-        ends: Tensor,
-        act: Pass,
-    ) -> Tensor:
-        k = weights.shape[1]
-        h, y = x.new_empty(len(order), first.shape[1]), room("expert rows", len(order), down.shape[1])
-
-        def expert(e: int, part: slice) -> None:
-            torch.mm(passes.gather(x, order[part], k), first[e].T, out=h[part])
-            torch.mm(act.forward(h[part]), down[e].T, out=y[part])
-
-        _each(_spans(ends), expert)
-        ctx.save_for_backward(x, weights, first, down, order, place, ends, h)
-        ctx.act = act
-        return passes.combine(y, place, weights, k)
-
-    @staticmethod
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        x, weights, first, down, order, place, ends, h = ctx.saved_tensors
-        k, spans = weights.shape[1], _spans(ends)
-        w = weights.reshape(-1)[order]
-        dfirst, ddown, dw = torch.empty_like(first), torch.empty_like(down), torch.empty_like(w)
-        drows = room("expert rows", len(order), x.shape[1])
-
-        def expert(e: int, part: slice) -> None:
-            rows, dy = (passes.gather(t, order[part], k) for t in (x, dout))
-            dact = torch.mm(dy, down[e])  # of the output before its routing weight
-            dh, y_act, dw[part] = ctx.act.backward(h[part], dact, w[part])
-            torch.mm(dy.T, y_act, out=ddown[e])
-            torch.mm(dh.T, rows, out=dfirst[e])
-            torch.mm(dh, first[e], out=drows[part])
-
-        _each(spans, expert)
-        for e in {*range(len(ends))} - {e for e, _ in spans}:
-            dfirst[e], ddown[e] = 0.0, 0.0
-        dx = passes.combine(drows, place, None, k)
-        return dx, dw[place].view_as(weights), dfirst, ddown, None, None, None, None
-
-
-def _each(spans: list[tuple[int, slice]], work: Callable[[int, slice], Any]) -> None:
-    """Call `work` with every expert that has rows and those rows, the largest first, so that threads end
-    together."""
-    spans = sorted(spans, key=lambda span: span[1].start - span[1].stop)
-    each(lambda i: work(*spans[i]), [part.stop - part.start for _, part in spans])
-
-
-def _spans(ends: Tensor) -> list[tuple[int, slice]]:
-    """(expert, its rows) of the experts that have any."""
-    return [(e, part) for e, part in enumerate(group_slices(ends)) if part.stop > part.start]
 
 
 class _GatherRows(torch.autograd.Function):
@@ -152,7 +76,8 @@ class RoutedExperts(nn.Module):
         first, down = getattr(self, self.first_name).to(dtype), self.down_proj.to(dtype)
         if by_hand(x):
             order, place, ends = passes.sort(top_k_index, first.shape[0])
-            return _ExpertsByHand.apply(x, top_k_weights, first, down, order, place, ends, self.by_pass())
+            act = self.by_pass()
+            return ExpertsByHand.apply(x, top_k_weights, first, down, order, place, ends, act, False, True)
         order, place, ends = sort_by_expert(top_k_index, first.shape[0])
         rows = _GatherRows.apply(x, order // k, place)
         y = grouped_linear(self.activate(grouped_linear(rows, first, ends)), down, ends)
