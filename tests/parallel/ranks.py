@@ -40,8 +40,8 @@ def start(world: int, function: Callable[..., Any], *arguments: Any, **environme
     return Job(world, function, arguments, shared)
 
 
-def run(world: int, function: Callable[..., Any], *arguments: Any, timeout: float = 120) -> list[Any]:
-    """What each rank returned; the traceback of one that failed is raised here."""
+def run(world: int, function: Callable[..., Any], *arguments: Any, timeout: float = 300) -> list[Any]:
+    """What each rank returned; the traceback of one that failed is raised here. The first run may compile."""
     results = start(world, function, *arguments).wait(timeout)
     faults = [f"rank {rank}: {result}" for rank, (ok, result) in enumerate(results) if not ok]
     assert not faults, "\n".join(faults)

@@ -60,7 +60,7 @@ def sum_of_ones(late: str, dies: bool) -> float:
 def test_a_restart_does_not_wait_for_addresses_of_dead_ranks():
     """As under torchrun, whose store outlives the ranks: whichever of them is first finds old addresses."""
     _store, environment = ranks.launcher()
-    killed = ranks.start(2, sum_of_ones, "", True, **environment).wait(60)
+    killed = ranks.start(2, sum_of_ones, "", True, **environment).wait(120)
     assert killed == [(False, 9), (False, 9)]
     for late in ("0", "1"):
-        assert ranks.start(2, sum_of_ones, late, False, **environment).wait(60) == [(True, 2.0)] * 2
+        assert ranks.start(2, sum_of_ones, late, False, **environment).wait(120) == [(True, 2.0)] * 2

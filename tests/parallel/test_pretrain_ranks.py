@@ -101,14 +101,14 @@ def test_the_exchanges_are_in_the_metrics(two):
 
 def test_a_killed_rank_ends_the_run_and_a_restart_is_exact(folder, two):
     job = ranks.start(2, run_cases.pretrain, words(folder, "killed"), 3)
-    survivor, killed = job.wait(90)
+    survivor, killed = job.wait(180)
     assert killed == (False, -signal.SIGKILL)
     assert not survivor[0]
     assert "step 4" in str(survivor[1]), survivor  # in steps from 1, as they are printed
     assert len(rows(folder / "killed")) == 3
     # The launcher repeats the command, and says that it is a restart.
     again = ranks.start(2, run_cases.pretrain, words(folder, "killed"), TORCHELASTIC_RESTART_COUNT="1")
-    assert [ok for ok, _ in again.wait(90)] == [True, True]
+    assert [ok for ok, _ in again.wait(180)] == [True, True]
     assert rows(folder / "killed") == rows(two)
 
 
@@ -130,7 +130,7 @@ def test_a_missing_shard_is_named(folder, two):
     shards = sorted((run / "checkpoints" / f"step_{STEPS:08d}" / "tensors").iterdir())
     assert len(shards) == 2
     shards[1].unlink()
-    results = ranks.start(2, run_cases.pretrain, words(folder, "torn", "plain.toml", "--resume")).wait(60)
+    results = ranks.start(2, run_cases.pretrain, words(folder, "torn", "plain.toml", "--resume")).wait(120)
     assert all(not ok and f"{shards[1].name} is missing from the checkpoint" in text for ok, text in results)
 
 
@@ -160,7 +160,7 @@ def test_the_exported_folder_is_whole(one, two):
 def test_settings_that_no_ranks_can_follow_are_refused(folder, more, sentence):
     _store, environment = ranks.launcher()
     refused = words(folder, "refused", "plain.toml", *more)
-    results = ranks.start(2, run_cases.pretrain, refused, **environment).wait(60)
+    results = ranks.start(2, run_cases.pretrain, refused, **environment).wait(120)
     assert all(not ok and sentence in text for ok, text in results)
     # One of them says it, and which one.
     assert sorted("OtherRankError" in text.splitlines()[-1] for _, text in results) == [False, True]
@@ -174,7 +174,7 @@ def test_ranks_with_different_recipes_are_refused(folder):
     )
     changed = tomllib.loads((folder / "plain.toml").read_text()) | {"experts": {"keep": "activations"}}
     (folder / "other.toml").write_text(tomli_w.dumps(changed))
-    first, second = results.wait(60)
+    first, second = results.wait(120)
     assert "rank 1 does not agree with rank 0 on recipe" in first[1]
     assert "OtherRankError" in second[1]
 
