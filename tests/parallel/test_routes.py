@@ -61,3 +61,5 @@ def test_without_a_mesh_it_is_the_plain_conversion():
     assert "combine mxfp8" in report.table()
     every = convert(Model(), recipe({"combine": "mxfp8"}), legs="nvfp4").table()
     assert all(f"{leg} nvfp4" in every for leg in LEGS)
+    with pytest.raises(RecipeError, match="legs is 'fp4'; the formats of a leg are bf16, fp32"):
+        convert(Model(), recipe({}), legs="fp4")

@@ -21,6 +21,7 @@ from nybble.parallel.exchange import Exchange
 from nybble.parallel.mesh import Mesh, expert_mesh, part
 from nybble.parallel.wire import Monitor, Wire
 from nybble.recipes import LEGS, Recipe, Row, Traffic, load_recipe, resolve
+from nybble.recipes.traffic import FORMATS
 
 
 def convert(
@@ -52,6 +53,8 @@ def convert(
     """
     chosen = load_recipe(recipe)
     if legs is not None:
+        if legs not in FORMATS:
+            raise RecipeError(f"legs is {legs!r}; the formats of a leg are {', '.join(FORMATS)}")
         chosen = replace(chosen, traffic=Traffic(**dict.fromkeys(LEGS, legs)))
     if mesh is None:
         return convert_layers(model, chosen, seed, steps)

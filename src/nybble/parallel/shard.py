@@ -20,6 +20,7 @@ from nybble.parallel.gather import fault, gather_codes
 from nybble.parallel.mesh import Mesh
 from nybble.parallel.wire import Monitor
 
+GATHERS = ("fp32", "bf16", "nvfp4")
 STACKS = ("layers", "h", "blocks")
 """Names of the lists of decoder layers in models."""
 
@@ -41,8 +42,10 @@ def shard(
         reshard: free a layer's parameters after its forward pass and gather them again for the backward pass.
         monitor: what gathers of codes report to; a new one if None.
     Raises:
-        ConfigError: if "nvfp4" fits no experts of the model.
+        ConfigError: if there is no such `gather`, or "nvfp4" fits no experts of the model.
     """
+    if gather not in GATHERS:
+        raise ConfigError(f"gather is {gather!r}; it is one of {', '.join(GATHERS)}")
     dtype = torch.bfloat16 if gather == "bf16" else None
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     named: dict[str, Any] = {"mp_policy": policy, "reshard_after_forward": reshard}
