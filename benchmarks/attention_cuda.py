@@ -10,6 +10,7 @@ anything is timed, results and gradients are held against `attend_chunks` in FP3
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -48,12 +49,10 @@ TILES = [
     Tile(64, 4, 2),
     Tile(64, 4, 2, 168),
     Tile(64, 4, 3),
-    Tile(64, 8, 2),
-    Tile(64, 8, 2, 128),
     Tile(32, 4, 2),
-    Tile(32, 4, 3),
     Tile(32, 2, 2),
 ]
+REPEATS = 10
 
 
 class Layer:
@@ -111,9 +110,16 @@ class Layer:
         assert max(errors.values()) < 2e-2
 
 
-def ms(function: Callable[[], Any]) -> float:
-    """Median time on the device, caches cold."""
-    return float(triton.testing.do_bench(function, warmup=5, rep=25, return_mode="median"))
+def ms(function: Callable[[], Any], kernel: str | None = None) -> float:
+    """Time of one call on the device, or of one kernel of it: the sum over kernels, without what lies between."""
+    function()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(REPEATS):
+            function()
+        torch.cuda.synchronize()
+    events = [e for e in profile.key_averages() if kernel is None or e.key == kernel]
+    return sum(e.self_device_time_total for e in events) / REPEATS / 1e3
 
 
 def whole(layers: dict[str, Layer], peers: bool) -> None:
@@ -128,28 +134,23 @@ def whole(layers: dict[str, Layer], peers: bool) -> None:
 
 
 def by_tile(layers: dict[str, Layer]) -> None:
-    """Each kernel over tiles, with what is around it: bank, sums of parts."""
-    print("| layer | kernels | tokens, warps, stages, registers | ms |\n|---|---|---|---|", flush=True)
+    """Each kernel over tiles."""
+    print("| layer | kernel | tokens, warps, stages, registers | ms |\n|---|---|---|---|", flush=True)
     for (name, layer), tile in itertools.product(layers.items(), TILES):
         inputs = [x.detach() for x in layer.inputs]
         rest = (None, layer.window, layer.scale)
-        out, lse = attend.forward(*inputs, *rest)
-        base = attend.QUERIES[inputs[0].shape[3]], attend.KEYS[inputs[0].shape[3]]
-        calls = {
-            "forward": lambda i=inputs, r=rest, t=tile: attend.forward(*i, *r, t),
-            "queries, base keys": lambda i=inputs, r=rest, o=out, z=lse, t=tile, y=layer, b=base: (
-                attend.backward(y.dout, o, z, *i, *r, t, b[1])
-            ),
-            "base queries, keys": lambda i=inputs, r=rest, o=out, z=lse, t=tile, y=layer, b=base: (
-                attend.backward(y.dout, o, z, *i, *r, b[0], t)
-            ),
+        results = attend.forward(*inputs, *rest)
+        kernels = {
+            "forward": partial(attend.forward, *inputs, *rest, tile),
+            "queries": partial(attend.backward, layer.dout, *results, *inputs, *rest, tile, None),
+            "keys": partial(attend.backward, layer.dout, *results, *inputs, *rest, None, tile),
         }
-        for kernels, call in calls.items():
+        for kernel, call in kernels.items():
             try:
-                time = f"{ms(call):.3f}"
+                time = f"{ms(call, kernel):.3f}"
             except (triton.runtime.errors.OutOfResources, RuntimeError) as error:
                 time = str(error)[:60]
-            print(f"| {name} | {kernels} | {', '.join(map(str, vars(tile).values()))} | {time} |", flush=True)
+            print(f"| {name} | {kernel} | {', '.join(map(str, vars(tile).values()))} | {time} |", flush=True)
 
 
 def main(config: Config) -> None:
