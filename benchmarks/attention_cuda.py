@@ -111,7 +111,7 @@ class Layer:
 
 
 def ms(function: Callable[[], Any], kernel: str | None = None) -> float:
-    """Time of one call on the device, or of one kernel of it: the sum over kernels, without what lies between."""
+    """Time of one call on the device, or of one kernel of it, without what lies between kernels."""
     function()
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
