@@ -63,10 +63,11 @@ class ExpertsByHand(torch.autograd.Function):
         x, a, b = operand(x), operand(first), operand(down)
         R, width = len(order), first.shape[1]
         h = x.new_empty(R, width) if keeps else room("first products", R, width)
+        rows = passes.gather(x, order, k, room("tokens", R, x.shape[1]))
         y = room("expert rows", R, down.shape[1])
 
         def expert(e: int, part: slice) -> None:
-            torch.mm(passes.gather(x, order[part], k), a[e].T, out=h[part])
+            torch.mm(rows[part], a[e].T, out=h[part])
             torch.mm(operand(act.forward(h[part])), b[e].T, out=y[part])
 
         _each(_spans(ends), expert)
@@ -83,10 +84,13 @@ class ExpertsByHand(torch.autograd.Function):
         again = h is None
         h = room("first products", len(order), first.shape[1]) if again else h
         dfirst, ddown, dw = torch.empty_like(first), torch.empty_like(down), torch.empty_like(w)
-        drows = room("expert rows", len(order), x.shape[1])
+        drows, wide = room("expert rows", len(order), x.shape[1]), (len(order), x.shape[1])
+        every_row = passes.gather(x, order, k, room("tokens", *wide))
+        every_dy = passes.gather(dtoken, order, k, room("gradients", *wide))
+        unrounded = passes.gather(dout, order, k, room("unrounded", *wide)) if ctx.rounds else every_dy
 
         def expert(e: int, part: slice) -> None:
-            rows, dy = passes.gather(x, order[part], k), passes.gather(dtoken, order[part], k)
+            rows, dy = every_row[part], every_dy[part]
             if again:
                 torch.mm(rows, a[e].T, out=h[part])
             dact = torch.mm(dy, b[e])  # of the output before its routing weight
@@ -96,7 +100,7 @@ class ExpertsByHand(torch.autograd.Function):
                 dh, made, _ = ctx.act.backward(h[part], dact * w[part, None], ones)
                 made = rounded(made)
                 dw[part] = torch.linalg.vecdot(dact, made)
-                dy = rounded(passes.gather(dout, order[part], k).mul_(w[part, None]))
+                dy = rounded(unrounded[part] * w[part, None])
             else:
                 dh, made, dw[part] = ctx.act.backward(h[part], dact, w[part])
             dh = operand(dh)

@@ -55,7 +55,7 @@ def _sort(experts: Any, order: Any, place: Any, ends: Any) -> None:
 
 
 def _array(x: Tensor) -> Any:
-    return as_array(x.detach().contiguous())
+    return as_array(x if x.is_contiguous() else x.detach().contiguous())
 
 
 def sort(experts: Tensor, E: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -71,9 +71,8 @@ def sort(experts: Tensor, E: int) -> tuple[Tensor, Tensor, Tensor]:
     return order, place, ends
 
 
-def gather(x: Tensor, order: Tensor, k: int) -> Tensor:
-    """The row of x [T, W] of each pair (token * k + choice) of order [R]: [R, W]."""
-    out = torch.empty(order.shape[0], x.shape[1])
+def gather(x: Tensor, order: Tensor, k: int, out: Tensor) -> Tensor:
+    """The row of x [T, W] of each pair (token * k + choice) of order [R], into out [R, W]."""
     split(_gather, out.shape[0], out.numel(), _array(x), _array(order), k, _array(out))
     return out
 

@@ -149,8 +149,37 @@ def flat(t: Tensor) -> Any:
     return as_array(t.detach().contiguous().view(-1))
 
 
+class _Memory:
+    """What numpy reads of memory that a tensor owns."""
+
+    __slots__ = ("__array_interface__", "owner")
+
+    def __init__(self, owner: Tensor, kind: str) -> None:
+        self.owner = owner
+        self.__array_interface__ = {
+            "data": (owner.data_ptr(), False),
+            "shape": tuple(owner.shape),
+            "typestr": kind,
+            "version": 3,
+        }
+
+
+_KINDS = {
+    torch.float32: np.dtype(np.float32).str,
+    torch.int64: np.dtype(np.int64).str,
+    torch.int32: np.dtype(np.int32).str,
+    torch.uint8: np.dtype(np.uint8).str,
+}
+
+
 def as_array(t: Tensor) -> Any:
-    """A numpy array on the memory of `t`. Tensor.numpy() forbids to free a tensor's storage from then on, as
-    FSDP does with gathered weights; DLPack does not, but old versions of numpy make its arrays read-only."""
-    array = np.from_dlpack(t)
+    """A numpy array on the memory of `t`.
+
+    Tensor.numpy() forbids to free a tensor's storage from then on, as FSDP does with gathered weights; DLPack
+    does not, but it is slow, and old versions of numpy make its arrays read-only.
+    """
+    kind = _KINDS.get(t.dtype)
+    if kind is not None and t.device.type == "cpu" and t.is_contiguous() and t.numel():
+        return np.asarray(_Memory(t, kind))
+    array = np.from_dlpack(t.detach())
     return array if array.flags.writeable else t.numpy()

@@ -63,7 +63,7 @@ def loop(function: Callable[..., Any]) -> Any:
 
 def floats(x: Tensor) -> Floats:
     """A contiguous tensor as a numpy array over the same memory."""
-    array: Floats = as_array(x.detach().contiguous())
+    array: Floats = as_array(x if x.is_contiguous() else x.detach().contiguous())
     return array
 
 
