@@ -83,7 +83,7 @@ def swiglu_rows(
     store_values(h_ptr, (row * units + u) * 8, floats(h, True), mask, True, ASM)
 
 
-@triton.jit(do_not_specialize=["rows", "units", "groups", "scale_columns"])
+@triton.jit(do_not_specialize=["units", "groups", "scale_columns"])
 def swiglu_backward_rows(
     x_ptr,  # gate and up: BF16 pairs [R, 2I]
     factor_ptr,  # of x
@@ -97,7 +97,6 @@ def swiglu_backward_rows(
     d_ptr,  # BF16 pairs [R, 2I]
     dot_ptr,  # FP32 by pair: <g, h>
     ends_ptr,
-    rows,
     units,  # I / 8
     groups,
     scale_columns,
@@ -110,26 +109,23 @@ def swiglu_backward_rows(
     DOT: tl.constexpr,  # 0: none, 1: with h in BF16, 2: with h in codes
     D: tl.constexpr,  # whether the gradient at gate and up is wanted
     LOOPS: tl.constexpr,
-    BR: tl.constexpr,
     N: tl.constexpr,
     ASM: tl.constexpr,
 ):
     """Gradients at gate and up, and at the routing weights, of each row."""
-    row, unit, _ = lanes(rows, units, 0, BR, N)
-    real = row < rows
+    row = tl.program_id(0).to(tl.int64)
     inside = row < tl.load(ends_ptr + groups - 1)
-    factor = tl.load(factor_ptr + row, mask=real, other=0.0) if HAS_FACTOR else 1.0
-    g_factor = tl.load(g_factor_ptr + row, mask=real, other=0.0) if HAS_G_FACTOR else 1.0
-    weight = tl.load(weights_ptr + tl.load(order_ptr + row, mask=real, other=0), mask=real, other=0.0)
+    factor = tl.load(factor_ptr + row) if HAS_FACTOR else 1.0
+    g_factor = tl.load(g_factor_ptr + row) if HAS_G_FACTOR else 1.0
+    pair = tl.load(order_ptr + row)
+    weight = tl.load(weights_ptr + pair)
     s_dec = 1.0
     if DOT == 2:
-        amax = tl.load(h_amax_ptr + row * AMAX_ROWS, mask=real, other=0.0)
-        s_dec = tl.div_rn(tl.full((BR * N,), 1.0, tl.float32), rule.encode_scale(amax, OUTER_MAX))
-    dots = tl.zeros((BR * N,), tl.float32)
+        s_dec = tl.div_rn(1.0, rule.encode_scale(tl.load(h_amax_ptr + row * AMAX_ROWS), OUTER_MAX))
+    dots = tl.zeros((N,), tl.float32)
     for i in range(LOOPS):
-        u = unit + i * N
-        present = (u < units) & real
-        mask = present & inside
+        u = (i * N + tl.arange(0, N)).to(tl.int64)
+        mask = (u < units) & inside
         g = floats(load_raw(g_ptr, (row * units + u) * 8, mask, True), True)
         if HAS_G_FACTOR:
             more = ()
@@ -159,12 +155,10 @@ def swiglu_backward_rows(
                 a, b = swiglu_backward(gate[j], up[j], g[j] * weight, GATE_CAP, UP_CAP)
                 dgate = dgate + (a,)
                 dup = dup + (b,)
-            store_values(d_ptr, at, dgate, present, True, ASM)
-            store_values(d_ptr, at + half, dup, present, True, ASM)
+            store_values(d_ptr, at, dgate, u < units, True, ASM)
+            store_values(d_ptr, at + half, dup, u < units, True, ASM)
     if DOT > 0:
-        one = tl.program_id(0) * BR + tl.arange(0, BR)
-        pair = tl.load(order_ptr + one, mask=one < rows, other=0)
-        tl.store(dot_ptr + pair, tl.sum(tl.reshape(dots, (BR, N)), 1), mask=one < rows)
+        tl.store(dot_ptr + pair, tl.sum(dots))
 
 
 @triton.jit(do_not_specialize=["tokens", "units", "groups"])

@@ -223,8 +223,8 @@ def swiglu_backward(
     dots = torch.empty(R, dtype=torch.float32, device=g.device) if h else torch.zeros(R, device=g.device)
     coded = len(h) == 3
     units = width // 8
-    rows, n = _tile(units)
-    kernel.swiglu_backward_rows[(cdiv(R, rows),)](
+    n = max(64, min(512, pow2(units)))
+    kernel.swiglu_backward_rows[(R,)](
         _pairs(gate_up),
         factor,
         _pairs(g),
@@ -237,7 +237,6 @@ def swiglu_backward(
         _pairs(d),
         dots,
         ends,
-        R,
         units,
         ends.shape[0],
         cdiv(width, 16),
@@ -250,10 +249,9 @@ def swiglu_backward(
         DOT=(1 + int(coded)) if h else 0,
         D=need_gate_up,
         LOOPS=cdiv(units, n),
-        BR=rows,
         N=n,
         ASM=use_asm(g.device),
-        num_warps=4,
+        num_warps=min(8, n // 32),
         enable_fp_fusion=False,
     )
     return d, dots
