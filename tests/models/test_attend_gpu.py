@@ -23,8 +23,6 @@ pytestmark = [
         (333, 4, 2, 32, 8, 32, 32),
         (520, 6, 1, 64, 16, 300, None),
         (520, 6, 1, 64, 16, 100, 300),
-        (520, 6, 1, 128, 16, 300, None),
-        (520, 6, 1, 128, 16, 100, 300),
     ],
 )
 def test_kernels_are_close_to_the_formula_and_repeat(S, H, h, D, R, extent, window, packed):

@@ -18,9 +18,6 @@ from nybble.kernels.cuda.reasons import device as device_reason
 from nybble.models.cuda import attend_backward, attend_forward
 from nybble.models.documents import Documents
 
-SIZES = (32, 64)
-"""Head sizes that are served."""
-
 
 @dataclass(frozen=True)
 class Tile:
@@ -37,16 +34,17 @@ class Tile:
         return {"num_warps": self.warps, "num_stages": self.stages, "maxnreg": self.registers}
 
 
-FORWARD = {32: Tile(64, 4, 2), 64: Tile(64, 4, 2, 168), 128: Tile(64, 4, 2)}
-QUERIES = {32: Tile(64, 4, 2), 64: Tile(64, 4, 2), 128: Tile(64, 4, 2)}
-KEYS = {32: Tile(64, 4, 2), 64: Tile(64, 4, 2), 128: Tile(32, 4, 2)}
+# by head size: those that are served
+FORWARD = {32: Tile(64, 4, 2), 64: Tile(64, 4, 2, 168)}
+QUERIES = {32: Tile(64, 4, 2), 64: Tile(64, 4, 2)}
+KEYS = {32: Tile(64, 4, 2), 64: Tile(64, 4, 2)}
 
 
 @cache
 def reason(device: torch.device, dtype: torch.dtype, sizes: tuple[int, ...], d_rel: int) -> str | None:
     """Why these kernels cannot serve heads of these sizes, in a few words; None if they can."""
-    if wrong := [size for size in sizes if size not in SIZES]:
-        return f"heads of {wrong[0]} have no attention kernel, only those of {', '.join(map(str, SIZES))}"
+    if wrong := [size for size in sizes if size not in FORWARD]:
+        return f"heads of {wrong[0]} have no attention kernel, only those of {', '.join(map(str, FORWARD))}"
     if d_rel > 64:
         return f"{d_rel} weights of bias profiles have no attention kernel, only up to 64"
     if dtype != torch.bfloat16:
