@@ -6,7 +6,7 @@
 
 `attend_chunks` walks over chunks of queries and computes scores again in the backward pass: nothing of size
 S x S is ever kept. Each chunk's bias comes from one small GEMM over distances, and is added where the
-softmax reads the scores. `flex.py` computes the same on GPUs.
+softmax reads the scores. On GPUs `fused.py` computes the same, or `flex.py` what it does not serve.
 
 Shapes: q [B, S, H, D]; k, v [B, T, h, D] with h key heads, H a multiple of h and T >= S (the last S keys are
 the queries' own tokens); rel [B, S, H, R]; proj [R, extent]; sink [B, S, H]; result [B, S, H, D].
