@@ -45,8 +45,8 @@ def reason(device: torch.device, dtype: torch.dtype, sizes: tuple[int, ...], d_r
     """Why these kernels cannot serve heads of these sizes, in a few words; None if they can."""
     if wrong := [size for size in sizes if size not in FORWARD]:
         return f"heads of {wrong[0]} have no attention kernel, only those of {', '.join(map(str, FORWARD))}"
-    if d_rel > 64:
-        return f"{d_rel} weights of bias profiles have no attention kernel, only up to 64"
+    if d_rel > 16:
+        return f"{d_rel} weights of bias profiles have no attention kernel, only up to 16"
     if dtype != torch.bfloat16:
         return f"the attention kernels take bfloat16, not {str(dtype).removeprefix('torch.')}"
     return device_reason(device)
