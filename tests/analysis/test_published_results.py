@@ -1,0 +1,29 @@
+"""The tables in docs/results are what the summaries beside them give."""
+
+import csv
+from pathlib import Path
+
+import pytest
+
+from nybble.analysis.compare import compare
+from nybble.analysis.compare_report import table_csv
+from nybble.analysis.summary import read_lines
+
+FOLDER = Path(__file__).parents[2] / "docs" / "results"
+
+
+@pytest.mark.parametrize(
+    ("name", "baseline", "seeds"), [("h200", "bf16", 5), ("h200-hybrid", "fp8", 3)], ids=["moe", "hybrid"]
+)
+def test_a_published_table_follows_from_its_runs(name: str, baseline: str, seeds: int) -> None:
+    published = list(csv.DictReader((FOLDER / f"{name}-table.csv").read_text().splitlines()))
+    planned = [(row["preset"], row["recipe"]) for row in published]
+    runs = read_lines(FOLDER / f"{name}-runs.jsonl")
+    again = list(csv.DictReader(table_csv(compare(runs, baseline, range(seeds), planned)).splitlines()))
+    assert [row.keys() for row in again] == [row.keys() for row in published]
+    for ours, theirs in zip(again, published, strict=True):
+        for column, value in theirs.items():
+            if column in ("preset", "recipe", "missing", "diverged") or not value:
+                assert ours[column] == value
+            else:
+                assert float(ours[column]) == pytest.approx(float(value), rel=1e-4, abs=1e-6), column
