@@ -11,7 +11,7 @@ from torch import Tensor
 from nybble.layers import convert, set_step
 from nybble.models.context import Context, document_starts, same_document
 from nybble.models.cpu import attention as fused
-from nybble.models.cpu.attention import Heads, Numbers, Weights, arrays
+from nybble.models.cpu.heads import Heads, Numbers, Weights, arrays, tokens
 from nybble.models.inkling2.attention import Attention
 
 HIDDEN = 32
@@ -97,7 +97,7 @@ def test_the_number_of_threads_changes_no_bit() -> None:
     given = (
         arrays(Heads, tuple(made)),
         arrays(Weights, tuple(small)),
-        fused.tokens(B, S, None, (), None),
+        tokens(B, S, None, (), None),
         numbers,
     )
     dgated, results = torch.randn(H * D, B * S), []

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from transformers import Inkling2TextConfig
 
 from nybble.models.context import Context
-from nybble.models.cpu.attention import Numbers
+from nybble.models.cpu.heads import Numbers
 from nybble.models.cuda import on_gpu
 from nybble.models.inkling2.attend import attend_chunks
 from nybble.models.inkling2.conv import DynamicShortConvolution, ShortConvolution

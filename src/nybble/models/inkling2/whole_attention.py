@@ -14,7 +14,8 @@ from nybble.kernels.cpu.bf16 import rounded
 from nybble.kernels.cpu.scratch import room
 from nybble.models.context import Context
 from nybble.models.cpu import attention as fused
-from nybble.models.cpu.attention import Heads, Numbers, Tokens, Weights, arrays
+from nybble.models.cpu import heads
+from nybble.models.cpu.heads import Heads, Numbers, Tokens, Weights, arrays
 
 SMALL = len(Weights._fields)
 
@@ -146,4 +147,4 @@ def _heads(made: list[Tensor]) -> Heads:
 
 def tokens(context: Context, B: int, S: int, gain: Tensor | None) -> Tokens:
     """What the pass knows of the tokens of `context`."""
-    return fused.tokens(B, S, context.segments, context.same, gain)
+    return heads.tokens(B, S, context.segments, context.same, gain)
