@@ -72,8 +72,8 @@ def shard(
         if isinstance(module, nn.ModuleList) and name.rpartition(".")[2] in STACKS:
             for layer in module:
                 fully_shard(layer, mesh=dense, ignored_params=alone, **named)
-    # What lies outside of the layers is wanted at once by the backward pass. Freed, it would not come back with
-    # torch 2.11, which looks for what begins a backward pass in tuples and dicts, not in a `CausalLMOutput`.
+    # What lies outside of the layers is wanted at once by the backward pass. Freed, it would not come back
+    # with torch 2.11, which looks for what begins a backward pass in tuples, not in a `CausalLMOutput`.
     fully_shard(model, mesh=dense, ignored_params=alone, mp_policy=policy, reshard_after_forward=False)
     for module in model.modules():
         if isinstance(module, FSDPModule):
