@@ -80,6 +80,12 @@ def test_experts_gathered_as_codes_are_those_gathered_whole(folder):
     assert rows(run)[-1]["loss"] == pytest.approx(rows(folder / "gather-fp32")[-1]["loss"], rel=1e-5)
 
 
+def test_nothing_reads_gathered_weights_that_are_given_back(folder, two):
+    poisoned = words(folder, "poisoned")
+    ranks.run(2, run_cases.with_poison, poisoned)
+    assert rows(folder / "poisoned") == rows(two)
+
+
 def test_muon_takes_whole_matrices_of_which_ranks_hold_parts(folder):
     """Its products are in BF16, where a last bit of a gradient may change a step by some thousandths."""
     for world in (1, 2):

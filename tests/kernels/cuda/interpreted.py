@@ -89,7 +89,7 @@ def messages_differ() -> dict[str, list[bool]]:
     """Messages packed by kernels against those that the CPU packs, and what comes out of them."""
     wrong = {}
     # Rows that fill tiles and rows that do not, so that tiles go on from row to row.
-    for name, columns in (("mxfp8", 256), ("mxfp8", 4352), ("nvfp4", 128)):
+    for name, columns in (("mxfp8", 256), ("mxfp8", 4352), ("nvfp4", 128), ("nvfp4", 1152)):
         fmt, x = formats.get(name), hostile(5, columns)
         places = torch.tensor([[0, 3], [4, -1], [-1, -1], [2, 2]], dtype=torch.int32)
         got = launch_messages.pack(x, fmt, "stochastic", KEY, 3, 17, ROWS[:5])
