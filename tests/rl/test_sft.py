@@ -106,7 +106,7 @@ def test_two_ranks_learn_what_one_process_learns(tmp_path: Path) -> None:
     assert fine_tune(alone) == 0
     assert ranks.run(2, fine_tune, shared) == [0, 0]
     one, two = rows(tmp_path / "one"), rows(tmp_path / "two")
-    assert two[0]["loss"] == pytest.approx(one[0]["loss"], rel=1e-6), "a mean over targets, not over ranks"
+    assert two[0]["loss"] == pytest.approx(one[0]["loss"], rel=1e-5), "a mean over targets, not over ranks"
     assert two[0]["grad_norm"] == pytest.approx(one[0]["grad_norm"], rel=2e-3)
     # AdamW's first update is nearly a sign, so what BF16 rounds otherwise shows.
     assert two[1]["loss"] == pytest.approx(one[1]["loss"], rel=1e-3)

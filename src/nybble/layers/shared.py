@@ -31,7 +31,7 @@ class LastOperand:
         """
         if not spec.quantised or spec.rounding != "nearest" or spec.hadamard or spec.subtract_mean:
             return make()
-        if type(x) is not Tensor or x.is_inference() or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or type(x) is not Tensor or x.is_inference():
             return make()
         tag = (spec, *what, x.stride(), *tag_of(x, 0))
         if tag != self._tag:
