@@ -200,7 +200,8 @@ def _side_by_side(tasks: list[Task], jobs: int) -> Generator[Outcome]:
                 if worker.pid is not None and worker.pid not in asked:
                     asked.add(worker.pid)
                     worker.terminate()
-            lanes[0].join(0.1)
+            for thread in lanes:
+                thread.join(0.1)
         raise
     finally:
         for thread in lanes:
