@@ -36,11 +36,12 @@ class Op:
 
 def unseen(x: Any) -> bool:
     """Whether no compiler, mode or subclass would see an op on `x`."""
-    return (
-        type(x) in (Tensor, nn.Parameter)
-        and not torch.compiler.is_compiling()
-        and torch._C._len_torch_dispatch_stack() == 0
-    )
+    return type(x) in (Tensor, nn.Parameter) and eager()
+
+
+def eager() -> bool:
+    """Whether operators run as they are called: no compiler traces them, and no mode looks at them."""
+    return not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack() == 0
 
 
 quantize = Op(ops.quantize)

@@ -12,13 +12,13 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from nybble.formats.grouped import group_slices
 from nybble.kernels.cpu import rows as passes
 from nybble.kernels.cpu.bf16 import rounded
 from nybble.kernels.cpu.scratch import room
 from nybble.kernels.cpu.threads import each
+from nybble.kernels.direct import eager
 
 
 class Pass(Protocol):
@@ -32,13 +32,8 @@ class Pass(Protocol):
 
 
 def by_hand(x: Tensor) -> bool:
-    """Whether the pass below serves: eager FP32 on a CPU, and no mode that wants to see every operator."""
-    return (
-        x.device.type == "cpu"
-        and x.dtype == torch.float32
-        and not torch.compiler.is_compiling()
-        and _get_current_dispatch_mode() is None
-    )
+    """Whether passes by hand serve: FP32 on a CPU, where nothing wants to see every operator."""
+    return x.device.type == "cpu" and x.dtype == torch.float32 and eager()
 
 
 class ExpertsByHand(torch.autograd.Function):

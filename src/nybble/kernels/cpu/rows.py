@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from nybble.kernels.cpu.jit import kernel
-from nybble.kernels.cpu.source import as_array
+from nybble.kernels.cpu.source import dense
 from nybble.kernels.cpu.threads import split
 
 
@@ -54,10 +54,6 @@ def _sort(experts: Any, order: Any, place: Any, ends: Any) -> None:
         at[e] += 1
 
 
-def _array(x: Tensor) -> Any:
-    return as_array(x if x.is_contiguous() else x.detach().contiguous())
-
-
 def sort(experts: Tensor, E: int) -> tuple[Tensor, Tensor, Tensor]:
     """Order the rows of `experts` [T, k], all of them below E, stably by expert.
 
@@ -67,13 +63,13 @@ def sort(experts: Tensor, E: int) -> tuple[Tensor, Tensor, Tensor]:
     """
     flat = experts.reshape(-1)
     order, place, ends = torch.empty_like(flat), torch.empty_like(flat), torch.empty(E, dtype=torch.int32)
-    _sort(*(_array(x) for x in (flat, order, place, ends)))
+    _sort(*(dense(x) for x in (flat, order, place, ends)))
     return order, place, ends
 
 
 def gather(x: Tensor, order: Tensor, k: int, out: Tensor) -> Tensor:
     """The row of x [T, W] of each pair (token * k + choice) of order [R], into out [R, W]."""
-    split(_gather, out.shape[0], out.numel(), _array(x), _array(order), k, _array(out))
+    split(_gather, out.shape[0], out.numel(), dense(x), dense(order), k, dense(out))
     return out
 
 
@@ -81,6 +77,6 @@ def combine(rows: Tensor, place: Tensor, weights: Tensor | None, k: int) -> Tens
     """Each token's sum of its rows [R, W], found by place [R], times weights [T, k] or 1: [T, W]."""
     out = torch.empty(place.shape[0] // k, rows.shape[1])
     factors = torch.empty(0, k) if weights is None else weights
-    arrays = _array(rows), _array(place).reshape(-1, k), _array(factors), _array(out)
+    arrays = dense(rows), dense(place).reshape(-1, k), dense(factors), dense(out)
     split(_combine, out.shape[0], 2 * rows.numel(), *arrays)
     return out

@@ -149,6 +149,11 @@ def flat(t: Tensor) -> Any:
     return as_array(t.detach().contiguous().view(-1))
 
 
+def dense(t: Tensor) -> Any:
+    """A tensor as a numpy array of its shape; shares memory if contiguous."""
+    return as_array(t if t.is_contiguous() else t.detach().contiguous())
+
+
 class _Memory:
     """What numpy reads of memory that a tensor owns."""
 

@@ -9,7 +9,7 @@ from nybble.kernels.cuda import scales as rule
 from nybble.kernels.cuda.columns import over_lanes, to_lanes
 from nybble.kernels.cuda.draws import draw_words, load_key
 from nybble.kernels.cuda.elements import e4m3_values
-from nybble.kernels.cuda.finish_columns import column_words
+from nybble.kernels.cuda.finish_columns import column_words, store_tokens
 from nybble.kernels.cuda.finish_rows import e4m3_words
 from nybble.kernels.cuda.registers import load_raw, magnitude, magnitude_bits, store_values, times
 from nybble.kernels.cuda.sources import tile_maxima
@@ -110,12 +110,6 @@ def fake_quantize_both(
         scales = scales + (to_lanes(rule.e8m0_value(byte), W, 4, 8),)
     for h in tl.static_range(2):
         words = column_words(raws, zeros, zeros, draws, muls, h, SCALE, STOCHASTIC, SOURCE, ASM)
-        quads = ()
-        for j in tl.static_range(8):
-            quads = quads + (e4m3_values(words[j], ASM),)
-        for i in tl.static_range(4):
-            v = ()
-            for j in tl.static_range(8):
-                v = v + (quads[j][i] * scales[j],)
-            mask = inside & (first + (4 * h + i) < count)
-            store_values(along_columns_ptr, (row + (4 * h + i)) * columns + column, v, mask, OUT_BF16, ASM)
+        store_tokens(
+            along_columns_ptr, words, scales, row, first, count, column, inside, columns, h, OUT_BF16, ASM
+        )

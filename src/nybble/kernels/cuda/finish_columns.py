@@ -59,15 +59,9 @@ def finish_e4m3(
     for h in tl.static_range(2):
         words = column_words(raws, sfs, sdecs, draws, muls, h, SCALE, STOCHASTIC, SOURCE, ASM)
         if VALUES:
-            quads = ()
-            for j in tl.static_range(8):
-                quads = quads + (e4m3_values(words[j], ASM),)
-            for i in tl.static_range(4):
-                v = ()
-                for j in tl.static_range(8):
-                    v = v + (quads[j][i] * scales[j],)
-                mask = inside & (first + (4 * h + i) < count)
-                store_values(values_ptr, (row + (4 * h + i)) * columns + column, v, mask, OUT_BF16, ASM)
+            store_tokens(
+                values_ptr, words, scales, row, first, count, column, inside, columns, h, OUT_BF16, ASM
+            )
         else:
             nan = first * 0
             for i in tl.static_range(4):  # padding of a group has code 0 in any block
@@ -81,6 +75,33 @@ def finish_e4m3(
         t = tl.reshape(join8(pairs), (W, LANES, K, 2, 8))
         t = tl.reshape(tl.permute(t, (2, 4, 0, 1, 3)), (K * 8, W * LANES * 2))
         store_transposed(codes_ptr, t, lead, columns, blocks * (BLOCK // 4), K * 8, W * LANES * 2)
+
+
+@triton.jit
+def store_tokens(
+    values_ptr,
+    words,
+    scales,
+    row,
+    first,
+    count,
+    column,
+    inside,
+    columns,
+    h: tl.constexpr,
+    OUT_BF16: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    """The values of tokens 4h .. 4h + 3 from the words that `column_words` gave of them."""
+    quads = ()
+    for j in tl.static_range(8):
+        quads = quads + (e4m3_values(words[j], ASM),)
+    for i in tl.static_range(4):
+        v = ()
+        for j in tl.static_range(8):
+            v = v + (quads[j][i] * scales[j],)
+        mask = inside & (first + (4 * h + i) < count)
+        store_values(values_ptr, (row + (4 * h + i)) * columns + column, v, mask, OUT_BF16, ASM)
 
 
 @triton.jit

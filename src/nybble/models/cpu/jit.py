@@ -11,7 +11,7 @@ from numba import njit
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nybble.kernels.cpu.source import as_array
+from nybble.kernels.cpu.source import dense
 
 FAST = {"contract", "reassoc", "nsz", "arcp"}
 """What the compiler may do to floats. NaN and infinity keep their meaning."""
@@ -63,7 +63,7 @@ def loop(function: Callable[..., Any]) -> Any:
 
 def floats(x: Tensor) -> Floats:
     """A contiguous tensor as a numpy array over the same memory."""
-    array: Floats = as_array(x if x.is_contiguous() else x.detach().contiguous())
+    array: Floats = dense(x)
     return array
 
 
