@@ -77,12 +77,12 @@ def table(runs: Mapping[str, Sequence[Sequence[Mapping[str, Any]]]]) -> str:
     for name, seeds in runs.items():
         rows = [row for one in seeds for row in one]
         ends = [fmean(row["reward"] for row in one[-FEW:]) for one in seeds]
-        held_out = [[row["eval_reward"] for row in one if "eval_reward" in row] for one in seeds]
         cells = [
             f"{fmean(row['reward'] for one in seeds for row in one[:FEW]):.3f}",
             " ".join(f"{end:.3f}" for end in ends),
             f"{fmean(ends):.3f}",
-            f"{fmean(one[0] for one in held_out):.3f} to {fmean(one[-1] for one in held_out):.3f}",
+            f"{fmean(one[0]['eval_reward_before'] for one in seeds):.3f} to "
+            f"{fmean(one[-1]['eval_reward'] for one in seeds):.3f}",
             f"{fmean(row.get('mismatch_k3', 0.0) for row in rows):.1e}",
             f"{max(row.get('mismatch_ratio_max', 1.0) for row in rows):.2f}",
             f"{fmean(row.get('mismatch_experts', 0.0) for row in rows):.1%}",

@@ -38,7 +38,7 @@ def test_two_ranks_do_what_one_process_does(tmp_path: Path) -> None:
         both |= {(r.problem, r.sample): r for r in mine}
     assert both == first, "draws follow the problem, not the rank"
     one, two = rows(tmp_path / "one"), rows(tmp_path / "two")
-    for key in ("reward", "rollouts", "groups", "sampled_tokens", "mismatch_k3", "eval_reward"):
+    for key in ("reward", "rollouts", "groups", "sampled_tokens", "mismatch_k3", "eval_reward_before"):
         assert two[0].get(key) == one[0].get(key), key
     # Sums over tokens end in other bits when ranks add theirs.
     assert math.isclose(two[0]["grad_norm"], one[0]["grad_norm"], rel_tol=1e-4)

@@ -46,7 +46,8 @@ def test_sampler_and_trainer_agree_exactly_and_the_run_is_written_down(first_run
         assert row["mismatch_experts"] == 0.0
         assert row["rollouts"] == 8
         assert row["grad_norm"] > 0
-    assert ["eval_reward" in row for row in found] == [True, True, True]
+    assert ["eval_reward_before" in row for row in found] == [True, False, False]
+    assert ["eval_reward" in row for row in found] == [False, True, True]
     assert (first_run / "plots" / "rl.png").stat().st_size > 10_000
     saved = files.read(first_run / "rollouts" / "step_00000001.jsonl")
     assert len(saved) == 8

@@ -17,10 +17,10 @@ def plot_rl(rows: Rows, path: Path, title: str = "") -> None:
     figure, axes = _figure(2, 2)
     reward, mismatch, entropy, length = axes
     _curve(reward, rows, "reward", TRAIN, "sampled, temperature of training")
-    held_out = [row for row in rows if "eval_reward" in row]
+    held_out = [(0, row["eval_reward_before"]) for row in rows if "eval_reward_before" in row]
+    held_out += [(row["step"], row["eval_reward"]) for row in rows if "eval_reward" in row]
     if held_out:
-        xs = [row["step"] for row in held_out]
-        ys = [row["eval_reward"] for row in held_out]
+        xs, ys = zip(*held_out, strict=True)
         reward.plot(xs, ys, color=VAL, marker="o", markersize=3.5, label="held out, greedy")
         reward.annotate(
             f"{ys[-1]:.3f}", (xs[-1], ys[-1]), textcoords="offset points", xytext=(-4, -14), ha="right"

@@ -167,7 +167,7 @@ def model_folder(path: Path) -> Path:
     if (path / "checkpoints").is_dir():
         newest = latest(path / "checkpoints")
         if newest is None:
-            raise CheckpointError(f"{path / 'checkpoints'}: holds no whole checkpoint")
+            raise CheckpointError(f"{path} holds no whole checkpoint")
         path = newest
     return path / "model" if (path / "model").is_dir() else path
 

@@ -45,18 +45,20 @@ class Folder:
         """Open a folder that must be sound.
 
         Raises:
-            CheckpointError: no such folder, no safetensors, or the first problem of the index or of a header.
+            CheckpointError: as `scan`, or the first problem of the index or of a header.
         """
         folder = cls.scan(path)
         if folder.problems:
             raise CheckpointError(folder.problems[0][1])
-        if not folder.tensors:
-            raise CheckpointError(f"{folder.path}: no tensors in it; name a folder with model.safetensors")
         return folder
 
     @classmethod
     def scan(cls, path: Path | str) -> Folder:
-        """Open a folder and collect its problems, so that a validator can report all of them."""
+        """Open a folder and collect its problems, so that a validator can report all of them.
+
+        Raises:
+            CheckpointError: no such folder, or no tensors in it and nothing that says why.
+        """
         path = Path(path)
         if not path.is_dir():
             raise CheckpointError(f"{path}: no such folder")
@@ -91,6 +93,8 @@ class Folder:
                     "index-entry",
                     f"{path}: the index lists {tensor!r}, and no file holds it; save the model again",
                 )
+        if not folder.tensors and not folder.problems:
+            raise CheckpointError(f"{path}: no tensors in it; name a folder with model.safetensors")
         return folder
 
     def _problem(self, check: str, sentence: str) -> None:

@@ -67,7 +67,8 @@ class Report:
             if self.compared
             else "nibble order not checked: pass --against"
         )
-        verdict = f"{len(self.problems)} problems" if self.problems else "sound"
+        count = len(self.problems)
+        verdict = f"{count} problem{'s' * (count > 1)}" if count else "sound"
         lines.append(f"{self.path}: {self.dialect}, {self.matrices} quantised matrices, {against}: {verdict}")
         return "\n".join(lines)
 
@@ -76,7 +77,7 @@ def validate(config: ValidateConfig) -> Report:
     """Run every check and collect the problems.
 
     Raises:
-        CheckpointError: no such folder, or its JSON files cannot be read at all.
+        CheckpointError: no such folder, no tensors in it, or its JSON files cannot be read at all.
     """
     folder = Folder.scan(config.checkpoint)
     problems: list[Problem] = [(check, "", sentence) for check, sentence in folder.problems]

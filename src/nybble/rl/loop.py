@@ -54,7 +54,8 @@ def train(run: Run, stop: StopRequest) -> list[dict[str, Any]]:
     for step in range(first, steps):
         started = time.perf_counter()
         if step == 0 and not run.position.evaluated:
-            run.position.evaluated = evaluate(run, step)
+            before = evaluate(run, step)
+            run.position.evaluated = {f"{key}_before": value for key, value in before.items()}
         rollouts, next_problem = gather_rollouts(run, step)
         if not config.sample_only and not train_step(run, rollouts, step, stop):
             break

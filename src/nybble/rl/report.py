@@ -33,6 +33,8 @@ def step_line(row: dict[str, Any], steps: int, eta_s: float) -> str:
     """Reward, mismatch, entropy, length, speed and time left."""
     width = len(str(steps))
     parts = [f"step {row['step']:>{width}}/{steps}", f"reward {row['reward']:.3f}"]
+    if "eval_reward_before" in row:
+        parts.append(f"held out before {row['eval_reward_before']:.3f}")
     if "eval_reward" in row:
         parts.append(f"held out {row['eval_reward']:.3f}")
     parts.append(f"equal groups {row['groups_equal']}/{row['groups']}")

@@ -230,6 +230,8 @@ def test_a_model_in_high_precision_and_senseless_options(make: Callable, tmp_pat
         ValidateConfig(checkpoint=tmp_path, tp=0)
     with pytest.raises(CheckpointError, match="no such folder"):
         check(tmp_path / "nowhere")
+    with pytest.raises(CheckpointError, match="no tensors in it"):
+        check(tmp_path)
 
 
 @pytest.mark.parametrize("sizes", [{"width": 96}, {"layers": 1}])
