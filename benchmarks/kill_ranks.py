@@ -90,6 +90,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--at-once", type=int, default=1)
+    parser.add_argument("--seed", type=int, default=0, help="of which rank is killed after which step")
     parser.add_argument("--limit", type=float, default=180, help="seconds until a run counts as hung")
     parser.add_argument("--runs", type=Path, default=Path("runs/kills"))
     parser.add_argument("--port", type=int, default=29700)
@@ -102,7 +103,7 @@ def main() -> None:
     whole = Run(chosen.runs / "whole", words, chosen.port)
     if whole.wait(chosen.limit) != 0:
         sys.exit(f"the run that nobody kills failed; see {chosen.runs}/whole.log")
-    expected, draw = whole.rows(), random.Random(0)
+    expected, draw = whole.rows(), random.Random(chosen.seed)
     plan = [(draw.randrange(RANKS), draw.randrange(0, chosen.steps - 1)) for _ in range(chosen.kills)]
 
     def one(i: int) -> str:

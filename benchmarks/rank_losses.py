@@ -43,6 +43,8 @@ class Config:
     runs: Path = Path("runs/rank-losses")
     port: int = 29600
     """First of the ports that launchers listen on."""
+    only: tuple[str, ...] = ()
+    """Names of the runs to do, in this order, such as `one-0 mxfp8-2-1 bf16-4-0`; none is all."""
     table: bool = False
     """Print the tables of what there is, and run nothing."""
 
@@ -61,7 +63,7 @@ class Run:
 
 
 def plan(config: Config) -> list[Run]:
-    """All runs, those that take longest first."""
+    """All runs."""
     seeds = range(config.seeds)
     compressed = [Run("mxfp8", ranks, seed) for ranks in (2, 4) for seed in seeds]
     plain = [Run("bf16", 2, 0), Run("bf16", 4, 0), Run("fp32", 2, 0), Run("fp32", 4, 0)]
@@ -119,7 +121,11 @@ def execute(config: Config) -> None:
     for name in ("none", "fp32", "bf16", "mxfp8"):
         traffic = {} if name == "none" else dict.fromkeys(LEGS, name)
         (config.runs / f"{name}.toml").write_text(tomli_w.dumps(base | {"traffic": traffic}))
-    cores, runs = Cores(config.cores), [r for r in plan(config) if len(rows(config, r)) < config.steps]
+    known = {run.name: run for run in plan(config)}
+    if unknown := set(config.only) - set(known):
+        sys.exit(f"there is no run {', '.join(sorted(unknown))}; runs are {', '.join(known)}")
+    chosen = [known[name] for name in config.only or known]
+    cores, runs = Cores(config.cores), [r for r in chosen if len(rows(config, r)) < config.steps]
 
     def one(run: Run, port: int) -> None:
         try:
