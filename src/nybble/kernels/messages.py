@@ -51,7 +51,7 @@ def pack(
     if x.is_cuda and not dispatch.forced():
         from nybble.kernels.cuda import launch_messages
 
-        if launch_messages.can_pack(x, fmt):
+        if rounding != "eden" and launch_messages.can_pack(x, fmt):
             return launch_messages.pack(x, fmt, rounding, key, layer, operand, rows)
     codes, scales, amax = ops.quantize(
         x, format, -1, rounding, "row" if fmt.two_level else "tensor", key, layer, operand, rows

@@ -81,6 +81,36 @@ def requantized(x: Tensor, format: str, outer: str, to: str, rounding: dict[str,
     return Call(op=op, args=args, named={**rounding, **named})
 
 
+def eden_cases(rows: int, cols: int, offs: Tensor) -> list[Call]:
+    """MS-EDEN of codes and of values: both axes, outer scales of each kind, groups, matrices, short runs."""
+    x, f = hostile(rows, cols), hostile(rows, cols, torch.float32, seed=1)
+    how = {"rounding": "eden", "key": KEY, "layer": 70000, "operand": 4}
+    moved = {"rows": torch.arange(rows).flip(0) * 5, "offs": offs}
+    calls = []
+    for axis in (-1, -2):
+        calls += [
+            Call(op="quantize", args=(f, "nvfp4", axis), named={"outer": "row", **how}),
+            Call(op="quantize", args=(x, "nvfp4", axis), named={"outer": "matrix", **how, **moved}),
+            Call(
+                op="quantize",
+                args=(torch.stack([f, f * 3]), "nvfp4-pow2", axis),
+                named={"outer": "matrix", **how},
+            ),
+            Call(op="fake_quantize", args=(f, "nvfp4", torch.bfloat16, axis), named=how),
+            Call(
+                op="fake_quantize",
+                args=(f, "nvfp4", torch.float32, axis),
+                named={"outer": "matrix", **how, **moved},
+            ),
+            Call(
+                op="fake_quantize",
+                args=(torch.stack([f, x]), "nvfp4", torch.bfloat16, axis),
+                named={"outer": "row", **how},
+            ),
+        ]
+    return calls
+
+
 def transform_cases(rows: int, cols: int) -> list[tuple[Any, ...]]:
     """Arguments of the Hadamard transform: both axes, sizes and kinds of signs, groups, matrices, strides."""
     x, f = hostile(rows, cols), hostile(rows, cols, torch.float32)

@@ -8,7 +8,7 @@ from typing import Any
 
 import expert_cases
 import torch
-from cuda_cases import KEY, Call, hostile, requantized, same, stochastic, transform_cases
+from cuda_cases import KEY, Call, eden_cases, hostile, requantized, same, stochastic, transform_cases
 
 from nybble import formats
 from nybble.formats import hadamard, reference
@@ -56,6 +56,8 @@ def calls(group: str) -> list[Call]:
             quantize(hostile(7, 1032), "nvfp4", outer="row"),
             values(hostile(7, 600), "fp8-row", **stochastic(rows=ROWS)),
         ]
+    if group == "eden":
+        return eden_cases(7, 140, OFFS)[:6] + eden_cases(70, 24, LONG_OFFS)[6:]
     if group == "columns":
         return [
             quantize(hostile(70, 24), "mxfp8", -2, offs=LONG_OFFS, **stochastic(rows=LONG_ROWS)),

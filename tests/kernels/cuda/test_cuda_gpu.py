@@ -2,7 +2,17 @@
 
 import pytest
 import torch
-from cuda_cases import KEY, ROWS_OFFS, Call, hostile, requantized, same, stochastic, transform_cases
+from cuda_cases import (
+    KEY,
+    ROWS_OFFS,
+    Call,
+    eden_cases,
+    hostile,
+    requantized,
+    same,
+    stochastic,
+    transform_cases,
+)
 
 from nybble.formats import hadamard, ops, reference, table
 from nybble.kernels import can_run, messages
@@ -211,6 +221,19 @@ def test_hadamard_transforms_equal_the_reference():
         for case in transform_cases(rows, cols):
             moved_case = [value.cuda() if isinstance(value, torch.Tensor) else value for value in case]
             assert same(ops.hadamard(*moved_case).cpu(), hadamard.transform(*case))
+
+
+def test_ms_eden_equals_the_reference():
+    for rows, cols in ((70, 300), (515, 264)):
+        for case in eden_cases(rows, cols, OFFS if rows == 70 else OFFS * 8):
+            assert case.wrong(ops, "cuda") == [], case
+    # Behind the transform that the recipe has, and with more runs than a program takes.
+    y = hadamard.transform(torch.randn(4096, 384), -2, 128, KEY, 3, 68)
+    named = {"rounding": "eden", "key": KEY, "layer": 3, "operand": 4}
+    assert Call(op="quantize", args=(y, "nvfp4", -2), named=named).wrong(ops, "cuda") == []
+    assert (
+        Call(op="fake_quantize", args=(y, "nvfp4", torch.bfloat16, -2), named=named).wrong(ops, "cuda") == []
+    )
 
 
 def test_kernels_serve_the_formats():

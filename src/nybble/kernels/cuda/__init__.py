@@ -33,9 +33,6 @@ def _served(specification: Any, front: str, name: str) -> Callable[..., Any]:
         first = arguments[0] if arguments else next(iter(named.values()))
         if dispatch.forced() or reasons.device(first.device) is not None:
             return plain(*arguments, **named)
-        if (reason := reasons.rounding((*arguments, *named.values()))) is not None:
-            dispatch.say_once(reason)
-            return plain(*arguments, **named)
         served = getattr(importlib.import_module(f"nybble.kernels.cuda.{front}"), name)
         if first.device.index == torch.cuda.current_device():
             return served(*arguments, **named)

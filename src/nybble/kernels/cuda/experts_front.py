@@ -66,7 +66,7 @@ def swiglu_quantize(
     rows: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """See the specification."""
-    if not (launch.bf16_rows(gate_up) and _takes(format, gate_up.shape[1] // 2) and ends.numel()):
+    if not (launch.bf16_rows(gate_up) and _takes(format, gate_up.shape[1] // 2, rounding) and ends.numel()):
         return plain.swiglu_quantize(
             gate_up, factor, ends, gate_cap, up_cap, format, rounding, key, layer, operand, rows
         )
@@ -94,7 +94,7 @@ def quantize_to_rows(
     place: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """See the specification."""
-    if not (launch.bf16_rows(x) and _takes(format, x.shape[1])):
+    if not (launch.bf16_rows(x) and _takes(format, x.shape[1], rounding)):
         return plain.quantize_to_rows(x, format, rounding, key, layer, operand, rows, place)
     return launch.quantize_tokens(x, format, Draw.of(rounding, key, layer, operand, rows), None, None, place)
 
@@ -188,11 +188,12 @@ def fp8_columns_of_codes(
     return launch.fp8_columns_of_codes(codes, scales, amax, format, index, draw, offs)
 
 
-def _takes(format: str, width: int) -> bool:
+def _takes(format: str, width: int, rounding: str = "nearest") -> bool:
     """Whether a program quantises a whole row of NVFP4 at once."""
     fmt = table.get(format)
     return (
-        fmt.scale == "e4m3"
+        rounding != "eden"
+        and fmt.scale == "e4m3"
         and not fmt.square
         and not fmt.outer_pow2
         and width % 16 == 0

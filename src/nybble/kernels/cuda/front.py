@@ -44,6 +44,7 @@ def quantize(
         shape=tuple(x.shape),
         axis=axis,
         outer=outer,
+        rounding=rounding,
         draw=Draw.of(rounding, key, layer, operand, rows),
         offs=offs,
     )
@@ -77,6 +78,7 @@ def fake_quantize(
         shape=tuple(x.shape),
         axis=axis,
         outer=outer,
+        rounding=rounding,
         draw=Draw.of(rounding, key, layer, operand, rows),
         offs=offs,
         dtype=_computed(dtype),
@@ -167,6 +169,7 @@ def requantize(
             shape=tuple(shape),
             axis=to_axis,
             outer=to_outer,
+            rounding=rounding,
             draw=Draw.of(rounding, key, layer, operand, rows),
             offs=offs,
         )
@@ -213,6 +216,7 @@ def fake_requantize(
             shape=tuple(shape),
             axis=to_axis,
             outer=to_outer,
+            rounding=rounding,
             draw=Draw.of(rounding, key, layer, operand, rows),
             offs=offs,
         )

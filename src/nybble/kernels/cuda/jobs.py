@@ -7,11 +7,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nybble.formats import blocks
+from nybble.formats import blocks, eden
 from nybble.formats.outer import power_of_two
 from nybble.formats.table import Format
 from nybble.kernels.cuda import decode as decode_kernel
 from nybble.kernels.cuda import launch_columns as by_columns
+from nybble.kernels.cuda import launch_eden as by_runs
 from nybble.kernels.cuda import launch_rows as by_rows
 from nybble.kernels.cuda import launch_squares as by_squares
 from nybble.kernels.cuda.jit import cdiv
@@ -29,6 +30,7 @@ class Job:
     shape: tuple[int, ...]
     axis: int
     outer: str
+    rounding: str
     draw: Draw
     offs: Tensor | None
     dtype: torch.dtype | None = None
@@ -50,6 +52,8 @@ class Job:
 
 def run(job: Job, x: Tensor) -> tuple[Tensor, ...]:
     """(codes, scales, amax), or (values, amax)."""
+    if job.rounding == "eden":
+        return _eden(job, x)
     if job.fmt.square:
         return _square(job, x)
     return _columns(job, x) if job.axis == -2 else _rows(job, x)
@@ -148,6 +152,38 @@ def _column_amax(job: Job, x: Tensor) -> Tensor:
         return by_rows.measure(by_rows.as_rows(joined, 16), job.amax_shape, None, None)
     rows = by_rows.as_rows(by_rows.as_matrix(x), 16)
     return by_rows.measure(rows, job.amax_shape, _row_group(job, x.device), job.offs)
+
+
+def _eden(job: Job, x: Tensor) -> tuple[Tensor, ...]:
+    group = None
+    if job.axis == -1 and job.outer != "tensor":
+        group = _row_group(job, x.device)
+        rows = by_rows.as_rows(by_rows.as_matrix(x), 16)
+        amax = by_rows.measure(rows, job.amax_shape, group, job.offs)
+    else:
+        amax = _column_amax(job, x)
+    amax = _rounded(job.fmt, eden.outer_amax(amax))
+    parts = by_runs.quantize_runs(
+        x.reshape(job.matrices),
+        job.fmt,
+        job.axis,
+        job.outer,
+        amax,
+        group if job.outer == "matrix" else None,
+        job.draw,
+        job.offs,
+        job.dtype,
+    )
+    if job.dtype is not None:
+        return parts[0].view(job.shape), amax
+    groups = None if job.offs is None else job.offs.shape[0]
+    stored = blocks.stored_shape(job.fmt, job.shape, job.axis, groups)
+    codes, scales = parts
+    return (
+        codes.view(blocks.code_shape(job.fmt, stored)),
+        scales.view(blocks.scale_shape(job.fmt, stored)),
+        amax,
+    )
 
 
 def cut(job: Job, codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:

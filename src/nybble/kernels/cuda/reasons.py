@@ -1,9 +1,8 @@
 """Why a call has no Triton kernel, in a few words; None where it has one."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,12 +19,6 @@ def device(of: torch.device) -> str | None:
     if of.type == "cuda" and torch.cuda.get_device_capability(of) < (8, 0):
         return "the GPU is older than compute capability 8.0"
     return None
-
-
-def rounding(arguments: Iterable[Any]) -> str | None:
-    """For the rounding among the arguments of any op."""
-    eden = any(isinstance(value, str) and value == "eden" for value in arguments)
-    return "MS-EDEN has no kernel" if eden else None
 
 
 def quantize(
