@@ -5,7 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from nybble.analysis.compare import compare
+from nybble.analysis.compare import compare, fits
+from nybble.analysis.compare_plot import plot_comparison
 from nybble.analysis.compare_report import markdown
 from nybble.analysis.fit import PowerLaw, equivalent_cost, fit_power_law, interval, jackknife
 from nybble.analysis.summary import RunSummary
@@ -56,6 +57,27 @@ def test_without_noise_the_costs_are_exact():
     assert [r.token_cost.mean for r in four] == pytest.approx([5, 5, 5], abs=0.05)
     assert [r.compute_cost.mean for r in four] == pytest.approx([5, 5, 5], abs=0.05)
     assert max(r.token_cost.half for r in four) < 1e-6
+    laws = fits(exact, "bf16")
+    assert [(fit.along, fit.preset, len(fit.points), fit.seeds) for fit in laws] == [
+        *(("tokens", preset, 3, 2) for preset in "abc"),
+        ("compute", "", 3, 2),
+    ]
+    for fit in laws:
+        assert (fit.law.floor, fit.law.exponent) == pytest.approx((2.0, 0.3), rel=0.02)
+    report = markdown([], "bf16", range(2), [], laws)
+    assert "- a, by tokens, 3 lengths, 2 seeds: 2.0" in report
+    assert "* (tokens / 1,000,000)^-0.3" in report
+    assert "- by compute, 3 sizes, 2 seeds: 2.0" in report
+
+
+def test_the_picture_has_a_row_for_each_size_and_one_for_all_of_several(tmp_path):
+    heights = []
+    for presets in (("a",), ("a", "b", "c")):
+        found = runs(0.05, range(2), presets=presets)
+        path = tmp_path / f"{len(presets)}.png"
+        plot_comparison(found, compare(found, "bf16", range(2)), "bf16", fits(found, "bf16"), path)
+        heights.append(int.from_bytes(path.read_bytes()[20:24], "big"))
+    assert heights[1] == 4 * heights[0]
 
 
 def test_a_recipe_that_is_better_costs_less_than_nothing():

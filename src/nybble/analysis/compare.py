@@ -34,6 +34,41 @@ class Result:
     """(seed, where and when)."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Fit:
+    """The baseline's loss along its run lengths at one size, or along its sizes."""
+
+    along: str
+    """"tokens" or "compute"."""
+    preset: str
+    """The size; "" for all of them."""
+    points: dict[float, float]
+    """Mean final loss over the seeds by tokens or floating-point operations of a run."""
+    seeds: int
+    law: PowerLaw | None
+    """None where the loss does not fall."""
+
+
+def fits(runs: Sequence[RunSummary], baseline: str) -> list[Fit]:
+    """The laws from which costs are read: in tokens for each size of several lengths, and in compute."""
+    found = [
+        ("tokens", preset, token_points(runs, preset, baseline))
+        for preset in dict.fromkeys(run.preset for run in runs)
+    ]
+    found.append(("compute", "", compute_points(runs, baseline)))
+    return [
+        Fit(
+            along=along,
+            preset=preset,
+            points=mean_points(list(points.values())),
+            seeds=len(points),
+            law=mean_law(list(points.values())),
+        )
+        for along, preset, points in found
+        if points and len(next(iter(points.values()))) > 1
+    ]
+
+
 def compare(
     runs: Sequence[RunSummary],
     baseline: str,
@@ -125,7 +160,12 @@ def _complete(found: Sequence[tuple[int, float, float | None]]) -> Points:
     return {seed: curve for seed, curve in points.items() if set(curve) == every}
 
 
+def mean_points(curves: Sequence[dict[float, float]]) -> dict[float, float]:
+    """The mean over seeds of their losses at each x, in the order of x."""
+    return {x: sum(curve[x] for curve in curves) / len(curves) for x in sorted(curves[0])}
+
+
 def mean_law(curves: Sequence[dict[float, float]]) -> PowerLaw | None:
     """The law of the mean over seeds of their losses at each x."""
-    xs = sorted(curves[0])
-    return fit_power_law(xs, [sum(curve[x] for curve in curves) / len(curves) for x in xs])
+    points = mean_points(curves)
+    return fit_power_law(list(points), list(points.values()))

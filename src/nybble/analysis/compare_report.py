@@ -4,7 +4,7 @@ import csv
 import io
 from collections.abc import Sequence
 
-from nybble.analysis.compare import Result
+from nybble.analysis.compare import Fit, Result
 from nybble.analysis.fit import Interval
 
 COLUMNS = ("loss", "gap_percent", "token_cost", "compute_cost", "accuracy")
@@ -20,17 +20,22 @@ EXPLANATION = (
 NOTHING = "\u2013"
 
 
-def markdown(results: Sequence[Result], baseline: str, seeds: Sequence[int], about: Sequence[str]) -> str:
-    """The report; `about` are lines on what ran."""
+def markdown(
+    results: Sequence[Result],
+    baseline: str,
+    seeds: Sequence[int],
+    about: Sequence[str],
+    fits: Sequence[Fit] = (),
+) -> str:
+    """The report; `about` are lines on what ran, `fits` the laws of the baseline."""
     lines = [f"# Recipes against `{baseline}`", "", *(f"- {line}" for line in about), ""]
     for preset in dict.fromkeys(result.preset for result in results):
         lines += [f"## {preset}", "", *_table([r for r in results if r.preset == preset], baseline), ""]
     remarks = _remarks(results, seeds)
     lines += [*remarks, ""] if remarks else []
-    lines += [
-        EXPLANATION,
-        "",
-    ]
+    if fits:
+        lines += [f"Loss of `{baseline}`, which costs are read from:", "", *map(_law, fits), ""]
+    lines += [EXPLANATION, ""]
     return "\n".join(lines)
 
 
@@ -74,6 +79,23 @@ def _remarks(results: Sequence[Result], seeds: Sequence[int]) -> list[str]:
                 + (rest if left else "there is nothing to compare")
             )
     return lines
+
+
+def _law(fit: Fit) -> str:
+    """One line, with x in units of the largest that was run."""
+    most = max(fit.points)
+    count = f"{len(fit.points)} {'lengths' if fit.along == 'tokens' else 'sizes'}"
+    seeds = f"{fit.seeds} seed" + ("s" if fit.seeds > 1 else "")
+    place = f"{fit.preset}, " if fit.preset else ""
+    if fit.law is None:
+        return f"- {place}by {fit.along}, {count}, {seeds}: it does not fall"
+    above = fit.law.loss(most) - fit.law.floor
+    unit = f"{most:,.0f}" if fit.along == "tokens" else f"{most:.3g}"
+    floor = f"{fit.law.floor:.4f} + " if fit.law.floor else ""
+    return (
+        f"- {place}by {fit.along}, {count}, {seeds}: "
+        f"{floor}{above:.4f} * ({fit.along} / {unit})^-{fit.law.exponent:.3f}"
+    )
 
 
 def table_csv(results: Sequence[Result]) -> str:

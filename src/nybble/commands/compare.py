@@ -136,7 +136,7 @@ def _cores() -> int:
 
 def write_report(config: CompareConfig, tasks: list[Task]) -> str:
     """Writes report.md, table.csv, compare.png and runs.jsonl; returns the report."""
-    from nybble.analysis.compare import compare
+    from nybble.analysis.compare import compare, fits
     from nybble.analysis.compare_plot import plot_comparison
     from nybble.analysis.compare_report import markdown, table_csv
 
@@ -146,12 +146,13 @@ def write_report(config: CompareConfig, tasks: list[Task]) -> str:
     baseline, seeds = tasks[0].label, range(config.seeds)
     planned = dict.fromkeys((task.config.preset, task.label) for task in tasks)
     results = compare(runs, baseline, seeds, planned)
-    report = markdown(results, baseline, seeds, _about(config, tasks, runs))
+    laws = fits(runs, baseline)
+    report = markdown(results, baseline, seeds, _about(config, tasks, runs), laws)
     config.out.mkdir(parents=True, exist_ok=True)
     (config.out / "report.md").write_text(report, encoding="utf-8")
     (config.out / "table.csv").write_text(table_csv(results), encoding="utf-8")
     _write_lines(config.out, runs)
-    plot_comparison(runs, results, baseline, config.out / "compare.png")
+    plot_comparison(runs, results, baseline, laws, config.out / "compare.png")
     return report
 
 
