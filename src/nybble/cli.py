@@ -60,11 +60,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if debug or not _is_users(error):
             raise
         from nybble.errors import StoppedError
-        from nybble.together import OtherRankError, echoes
+        from nybble.together import another_says
 
         status = error.status if isinstance(error, StoppedError) else 1
-        if isinstance(error, OtherRankError) or echoes(error):
-            return status  # the other rank has said why
+        if another_says(error):
+            return status
         if isinstance(error, StoppedError):
             print(_sentence(error), file=sys.stderr)
             return status

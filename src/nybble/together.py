@@ -7,6 +7,7 @@ tell every rank how it ended.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -17,6 +18,9 @@ from nybble.errors import NybbleError
 
 T = TypeVar("T")
 
+PATIENCE_S = 5.0
+"""How long a rank waits for another to say what is wrong."""
+
 
 class OtherRankError(NybbleError):
     """Another rank failed, and says why itself."""
@@ -26,11 +30,21 @@ class OwnError(NybbleError):
     """A problem of this rank that the others of its machine need not have."""
 
 
-def echoes(error: BaseException) -> bool:
-    """Whether the first rank of this machine says the same: what is wrong before ranks join is wrong for
-    all."""
+def another_says(error: BaseException) -> bool:
+    """Whether the word is another rank's, because it failed, or because all have the same error.
+
+    This process stays for a while then: torchrun ends all ranks as soon as one has ended, also one that was
+    about to speak.
+    """
+    if isinstance(error, OtherRankError):
+        time.sleep(PATIENCE_S)
+        return True
     alone = not launched() or dist.is_initialized() or isinstance(error, OwnError)
-    return not alone and os.environ.get("LOCAL_RANK", "0") != "0"
+    if not alone and os.environ.get("LOCAL_RANK", "0") != "0":
+        # What is wrong before ranks join is wrong for all: the first of this machine says it. Whoever is
+        # still there after that has an error that the first has not.
+        time.sleep(PATIENCE_S)
+    return False
 
 
 def active() -> bool:

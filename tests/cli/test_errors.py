@@ -1,5 +1,6 @@
 """What the user can mend ends with one line on stderr and status 1, wrong flags with 2; help is quick."""
 
+import contextlib
 import errno
 import json
 import subprocess
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import nybble.models  # noqa: F401 - here, so that what other packages print at import is in no test's output
-from nybble import cli
+from nybble import cli, together
 from nybble.errors import NybbleError
 from nybble.pretrain.config import PretrainConfig
 from nybble.pretrain.configfile import dump_run
@@ -164,14 +165,27 @@ def test_recipes_and_inspect_show_what_they_say(capsys: pytest.CaptureFixture[st
     assert "mxfp8" in shown
 
 
-@pytest.mark.parametrize("rank", ["0", "1"])
-def test_of_several_ranks_one_on_each_machine_says_what_is_wrong_with_the_flags(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, rank: str
+@pytest.mark.parametrize("words", [["tinny"], ["tiny", "--lr", "abc"]])
+def test_of_several_ranks_the_first_says_what_is_wrong_with_the_flags(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, words: list[str]
 ) -> None:
+    """Another one says it where the first has not come that far when its patience ends."""
+    said_before = []
+    monkeypatch.setattr(together.time, "sleep", lambda _: said_before.append(capsys.readouterr().err))
     monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("LOCAL_RANK", rank)
-    assert cli.main(["pretrain", "tinny"]) == 1
-    assert bool(capsys.readouterr().err) == (rank == "0")
-    with pytest.raises(SystemExit, match="2"):
-        cli.main(["pretrain", "tiny", "--lr", "abc"])
-    assert bool(capsys.readouterr().err) == (rank == "0")
+    for rank, pauses in ("0", []), ("1", [""]):
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        with contextlib.suppress(SystemExit):
+            assert cli.main(["pretrain", *words]) == 1
+        assert said_before == pauses
+        assert words[-1] in capsys.readouterr().err
+
+
+def test_a_rank_that_leaves_the_word_to_another_stays_until_it_has_spoken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """torchrun ends all ranks as soon as one has ended."""
+    paused: list[float] = []
+    monkeypatch.setattr(together.time, "sleep", paused.append)
+    assert together.another_says(together.OtherRankError("rank 1: full"))
+    assert paused == [together.PATIENCE_S]

@@ -39,9 +39,9 @@ def parse_flags(cls: type[T], arguments: list[str], verb: str, default: T | None
                 raise cause from None
             cause = cause.__cause__ or cause.__context__
         if stop.code:
-            from nybble.together import echoes
+            from nybble.together import another_says
 
-            if echoes(stop):
+            if another_says(stop):
                 raise
         sys.stderr.write(printed.getvalue())
         raise
