@@ -4,6 +4,7 @@
 import triton
 import triton.language as tl
 
+from nybble.kernels.cuda.registers import advance
 from nybble.kernels.cuda.rows import finite_unit_magnitude, load_unit, top, unit_magnitude
 from nybble.kernels.cuda.scales import INFINITE
 
@@ -27,12 +28,13 @@ def amax_rows(
 ):
     """Each row of x [R, units * 8 * CHUNKS] into the amax of its group (its own without HAS_GROUP)."""
     row = tl.program_id(ROW_AXIS).to(tl.int64)
-    tile = tl.program_id(1 - ROW_AXIS)
+    tile = tl.program_id(1 - ROW_AXIS).to(tl.int64) * N
     inside = True
     if HAS_OFFS:
         inside = row < tl.load(offs_ptr + groups - 1)
-    u = tile.to(tl.int64) * N + tl.arange(0, N)
-    raws = load_unit(x_ptr, row * row_stride, u, (u < units) & inside, CHUNKS, IN_BF16)
+    u = tl.arange(0, N)
+    x_ptr = advance(x_ptr, row * row_stride + tile * (8 * CHUNKS), IN_BF16)
+    raws = load_unit(x_ptr, 0, u, (u < tl.minimum(units - tile, N)) & inside, CHUNKS, IN_BF16)
     t = top(unit_magnitude(raws, CHUNKS, IN_BF16, ASM))
     if t >= INFINITE:  # a second look, at finite elements
         t = top(finite_unit_magnitude(raws, CHUNKS, IN_BF16))

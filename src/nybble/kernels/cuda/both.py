@@ -83,8 +83,8 @@ def fake_quantize_both(
             if HAS_ROWS:
                 e_row = tl.load(rows_ptr + e_row, mask=mask, other=0)
             e = e_row * columns + column
-            words = draw_words(e, load_key(key_ptr), tag_rows.to(tl.uint32), True)
-            draws = draws + (draw_words(e, load_key(key_ptr), tag_columns.to(tl.uint32), True),)
+            words = draw_words(e, 0, load_key(key_ptr), tag_rows.to(tl.uint32), True)
+            draws = draws + (draw_words(e, 0, load_key(key_ptr), tag_columns.to(tl.uint32), True),)
         else:
             words = (0, 0, 0, 0)
             draws = draws + (words,)

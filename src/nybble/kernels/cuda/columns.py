@@ -190,7 +190,7 @@ def quantize_columns(
             if HAS_ROWS:
                 e_row = tl.load(rows_ptr + e_row, mask=inside & (first + i < count), other=0)
             draws = draws + (
-                draw_words(e_row * draw_columns + column, load_key(key_ptr), tag.to(tl.uint32), ALIGNED),
+                draw_words(e_row * draw_columns + column, 0, load_key(key_ptr), tag.to(tl.uint32), ALIGNED),
             )
         else:
             draws = draws + ((0, 0, 0, 0),)

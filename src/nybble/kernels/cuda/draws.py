@@ -45,11 +45,12 @@ def block_words(g, key, tag):
 
 
 @triton.jit
-def draw_words(e, key, tag, ALIGNED: tl.constexpr):
-    """Words that hold the draws of elements e .. e + 7 (int64). ALIGNED: e is a multiple of 8."""
+def draw_words(start, offset, key, tag, ALIGNED: tl.constexpr):
+    """Words of the draws of eight elements from start (int64) + offset (int32); ALIGNED: multiples of 8."""
     if ALIGNED:
-        return block_words(e >> 3, key, tag)
+        return block_words((start >> 3) + (offset >> 3), key, tag)
     else:
+        e = start + offset
         # Eight elements out of two blocks: 256 bits shifted right by 16 for each element to be skipped.
         a0, a1, a2, a3 = block_words(e >> 3, key, tag)
         a4, a5, a6, a7 = block_words((e >> 3) + 1, key, tag)

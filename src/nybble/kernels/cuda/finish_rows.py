@@ -23,6 +23,7 @@ from nybble.kernels.cuda.elements import (
     with_sign,
 )
 from nybble.kernels.cuda.registers import (
+    advance,
     eight,
     floats,
     join4,
@@ -40,6 +41,7 @@ def finish_units(
     m,
     u,
     mask,
+    tile,
     row,
     e_row,
     row_bad,
@@ -76,12 +78,13 @@ def finish_units(
     CHUNKS: tl.constexpr,
     ASM: tl.constexpr,
 ):
-    """Scale, round and store the units u of one tile.
+    """Scale, round and store the units u (int32) of one tile, counted from unit `tile` of their row.
 
     m is the magnitude (bits) of each unit, or of its block where blocks are square. What belongs to a row is
-    a scalar, or holds one a unit if PACKED; if blocks are square, `row` and `e_row` do. `row_bad`: whether a
-    block that is a whole row holds NaN or Inf.
+    a scalar, or holds one a unit if PACKED; if blocks are square, `row` and `e_row` do, and `tile` is 0.
+    `row_bad`: whether a block that is a whole row holds NaN or Inf.
     """
+    EACH: tl.constexpr = PACKED or SQUARE > 0  # one `row` a unit
     if SQUARE == 0 and BLOCK_UNITS > 1:
         most = tl.max(tl.reshape(m.to(tl.int32), (N // BLOCK_UNITS, BLOCK_UNITS)), axis=1)
         most = tl.broadcast_to(most[:, None], (N // BLOCK_UNITS, BLOCK_UNITS))
@@ -92,9 +95,9 @@ def finish_units(
         bad = bad | row_bad
     draws = ()
     if STOCHASTIC:
-        e = e_row * columns + u * (8 * CHUNKS)
+        e = e_row * columns + tile * (8 * CHUNKS)
         for c in tl.static_range(CHUNKS):
-            draws = draws + (draw_words(e + 8 * c, key, tag.to(tl.uint32), ALIGNED),)
+            draws = draws + (draw_words(e, u * (8 * CHUNKS) + 8 * c, key, tag.to(tl.uint32), ALIGNED),)
     else:
         for _ in tl.static_range(CHUNKS):
             draws = draws + (0,)
@@ -152,13 +155,11 @@ def finish_units(
             corner = mask & (row % SQUARE == 0) & (u % BLOCK_UNITS == 0)
             tl.store(scales_ptr + tall, scale if SCALE == rule.FP32 else byte.to(tl.uint8), mask=corner)
         elif BLOCK_UNITS == 0:
-            tl.store(scales_ptr + (row + u * 0), scale, mask=mask & (u == 0))
-        elif BLOCK_UNITS == 1:
-            tl.store(scales_ptr + (row * scale_stride + u), byte.to(tl.uint8), mask=mask)
+            tl.store(scales_ptr + (row + u * 0), scale, mask=mask & (u + tile == 0))
         else:
             stored = scale if SCALE == rule.FP32 else byte.to(tl.uint8)
-            at = row * scale_stride + u // BLOCK_UNITS
-            tl.store(scales_ptr + at, stored, mask=mask & (u % BLOCK_UNITS == 0))
+            to_ptr, at = anchor(scales_ptr, row * scale_stride + tile // BLOCK_UNITS, False, EACH)
+            tl.store(to_ptr + (at + u // BLOCK_UNITS), stored, mask=mask & (u % BLOCK_UNITS == 0))
 
     words = ()
     values = ()
@@ -187,17 +188,31 @@ def finish_units(
                     tl.where(bad, 0x7F7F7F7F, w1).to(tl.uint32),
                 )
     if VALUES:
-        if COPIES == 0:
-            store_unit(values_ptr, row * value_stride, u, values, mask, OUT_BF16, CHUNKS, ASM)
-        for copy in tl.static_range(COPIES):
-            if PACKED:
-                to = tl.load(place_ptr + row * COPIES + copy, mask=mask, other=0).to(tl.int64)
-            else:
-                to = tl.load(place_ptr + row * COPIES + copy).to(tl.int64)
-            store_unit(values_ptr, to * value_stride, u, values, mask, OUT_BF16, CHUNKS, ASM)
+        for copy in tl.static_range(max(COPIES, 1)):
+            to = row
+            if COPIES > 0:
+                if PACKED:
+                    to = tl.load(place_ptr + row * COPIES + copy, mask=mask, other=0).to(tl.int64)
+                else:
+                    to = tl.load(place_ptr + row * COPIES + copy).to(tl.int64)
+            to_ptr, at = anchor(values_ptr, to * value_stride + tile * (8 * CHUNKS), OUT_BF16, EACH)
+            store_unit(to_ptr, at, u, values, mask, OUT_BF16, CHUNKS, ASM)
     if CODES:
         PER_UNIT: tl.constexpr = CHUNKS if E2M1 else 2 * CHUNKS
-        store_words(codes_ptr, (row * code_stride + u) * PER_UNIT, words, mask, PER_UNIT)
+        to_ptr, at = anchor(codes_ptr, (row * code_stride + tile) * PER_UNIT, False, EACH)
+        store_words(to_ptr, at + u * PER_UNIT, words, mask, PER_UNIT)
+
+
+@triton.jit
+def anchor(ptr, start, BF16: tl.constexpr, EACH: tl.constexpr):
+    """(pointer, start) to count elements from: what all units share goes into the pointer.
+
+    What is left to add to it has 32 bits.
+    """
+    if EACH:
+        return ptr, start
+    else:
+        return advance(ptr, start, BF16), 0
 
 
 @triton.jit

@@ -37,11 +37,17 @@ def join8(t):
 
 
 @triton.jit
+def advance(ptr, elements, BF16: tl.constexpr):
+    """A pointer, to pairs if BF16, moved by elements: an even number of them."""
+    return ptr + (elements >> 1 if BF16 else elements)
+
+
+@triton.jit
 def load_raw(x_ptr, offset, mask, BF16: tl.constexpr):
     """Eight elements from `offset`, a multiple of 8: four uint32 of pairs, or eight FP32. 0 where masked."""
     four = tl.arange(0, 4)[None, :]
     if BF16:
-        p = tl.load(x_ptr + ((offset // 2)[:, None] + four), mask=mask[:, None], other=0)
+        p = tl.load(x_ptr + ((offset >> 1)[:, None] + four), mask=mask[:, None], other=0)
         return split4(p.to(tl.uint32, bitcast=True))
     else:
         low = tl.load(x_ptr + (offset[:, None] + four), mask=mask[:, None], other=0.0)
@@ -236,7 +242,7 @@ def store_values(out_ptr, offset, v, mask, BF16: tl.constexpr, ASM: tl.constexpr
             bf16_pair(v[4], v[5], ASM),
             bf16_pair(v[6], v[7], ASM),
         )
-        tl.store(out_ptr + ((offset // 2)[:, None] + four), p.to(tl.int32, bitcast=True), mask=mask[:, None])
+        tl.store(out_ptr + ((offset >> 1)[:, None] + four), p.to(tl.int32, bitcast=True), mask=mask[:, None])
     else:
         tl.store(out_ptr + (offset[:, None] + four), join4(v[0], v[1], v[2], v[3]), mask=mask[:, None])
         tl.store(out_ptr + (offset[:, None] + (four + 4)), join4(v[4], v[5], v[6], v[7]), mask=mask[:, None])
@@ -258,7 +264,7 @@ def store_values16(out_ptr, offset, v, mask, BF16: tl.constexpr, ASM: tl.constex
         p = ()
         for k in tl.static_range(8):
             p = p + (bf16_pair(v[2 * k], v[2 * k + 1], ASM),)
-        at = (offset // 2)[:, None] + tl.arange(0, 8)[None, :]
+        at = (offset >> 1)[:, None] + tl.arange(0, 8)[None, :]
         tl.store(out_ptr + at, join8(p).to(tl.int32, bitcast=True), mask=mask[:, None])
     else:
         store_values(out_ptr, offset, eight(v, 0), mask, BF16, ASM)

@@ -15,6 +15,7 @@ from nybble.kernels.cuda.elements import value
 from nybble.kernels.cuda.finish_rows import finish_units
 from nybble.kernels.cuda.gates import load_gated
 from nybble.kernels.cuda.registers import (
+    advance,
     finite_magnitude,
     load_raw,
     magnitude,
@@ -29,18 +30,18 @@ OUTER_GIVEN = tl.constexpr(2)
 
 
 @triton.jit
-def load_unit(x_ptr, row_start, unit, mask, CHUNKS: tl.constexpr, BF16: tl.constexpr):
-    """The raw chunks of each unit."""
+def load_unit(x_ptr, start, unit, mask, CHUNKS: tl.constexpr, BF16: tl.constexpr):
+    """The raw chunks of each unit, counted from element `start`."""
     raws = ()
     for c in tl.static_range(CHUNKS):
-        raws = raws + (load_raw(x_ptr, row_start + unit * (8 * CHUNKS) + 8 * c, mask, BF16),)
+        raws = raws + (load_raw(x_ptr, start + unit * (8 * CHUNKS) + 8 * c, mask, BF16),)
     return raws
 
 
 @triton.jit
 def load_row(
     x_ptr,
-    row_start,
+    start,
     unit,
     mask,
     units,
@@ -57,12 +58,12 @@ def load_row(
     if GATED:
         raws = ()
         for c in tl.static_range(CHUNKS):
-            at = row_start + unit * (8 * CHUNKS) + 8 * c
+            at = start + unit * (8 * CHUNKS) + 8 * c
             half = units * (8 * CHUNKS)
             raws = raws + (load_gated(x_ptr, at, half, mask, factor, HAS_FACTOR, GATE_CAP, UP_CAP, ASM),)
         return raws
     else:
-        return load_unit(x_ptr, row_start, unit, mask, CHUNKS, BF16)
+        return load_unit(x_ptr, start, unit, mask, CHUNKS, BF16)
 
 
 @triton.jit
@@ -106,7 +107,7 @@ def flat(tile, n, units, N: tl.constexpr):
     first = tile.to(tl.int64) * N
     row = first // units
     place = (first - row * units).to(tl.int32) + n
-    return row + place // units, (place % units).to(tl.int64)
+    return row + place // units, place % units
 
 
 @triton.jit
@@ -176,21 +177,29 @@ def quantize_rows(
     PACKED: tl.constexpr = HEIGHT != 1  # `row`, and what belongs to a row, holds one a unit
     WIDTH: tl.constexpr = N // max(HEIGHT, 1)
     n = tl.arange(0, N)
+    tile = 0  # the program's first unit of its row
+    left = 0  # and the row's units from there on
     if HEIGHT == 0:
-        row, start = flat(tl.program_id(0), n, units, N)
+        row, u = flat(tl.program_id(0), n, units, N)
         mask = row < count
     elif PACKED:
         row = tl.program_id(0).to(tl.int64) * HEIGHT + n // WIDTH
-        start = (n % WIDTH).to(tl.int64)
-        mask = (start < units) & (row < count)
+        u = n % WIDTH
+        mask = (u < units) & (row < count)
     else:
         row = tl.program_id(ROW_AXIS).to(tl.int64)
-        start = tl.program_id(1 - ROW_AXIS).to(tl.int64) * (N * LOOPS) + n
-        mask = start < units
+        tile = tl.program_id(1 - ROW_AXIS).to(tl.int64) * (N * LOOPS)
+        left = tl.minimum(units - tile, N * LOOPS).to(tl.int32)
+        u = n
+        mask = u < left
     inside = True
     if HAS_OFFS:
         inside = row < tl.load(offs_ptr + groups - 1)
-    row_start = row * row_stride
+    # Of one row all addresses are 64 bits once and 32 bits a unit.
+    start = row * row_stride
+    if not PACKED:
+        x_ptr = advance(x_ptr, start + tile * (8 * CHUNKS), IN_BF16)
+        start = 0
     outer_amax = 0.0
     row_bad = False
     factor = 1.0
@@ -198,7 +207,7 @@ def quantize_rows(
         factor = of_row(factor_ptr, row, mask, PACKED)
     if LOOPS == 1:
         raws = load_row(
-            x_ptr, row_start, start, mask & inside, units, factor,
+            x_ptr, start, u, mask & inside, units, factor,
             GATED, HAS_FACTOR, GATE_CAP, UP_CAP, CHUNKS, IN_BF16, ASM,
         )  # fmt: skip
         m = unit_magnitude(raws, CHUNKS, IN_BF16, ASM)
@@ -218,9 +227,8 @@ def quantize_rows(
         else:
             most = tl.zeros((N,), tl.uint32)
             for i in range(LOOPS):
-                u = start + i * N
                 more = load_row(
-                    x_ptr, row_start, u, (u < units) & inside, units, factor,
+                    x_ptr, start, u + i * N, (u + i * N < left) & inside, units, factor,
                     GATED, HAS_FACTOR, GATE_CAP, UP_CAP, CHUNKS, IN_BF16, ASM,
                 )  # fmt: skip
                 most = umax(most, unit_magnitude(more, CHUNKS, IN_BF16, ASM))
@@ -229,9 +237,8 @@ def quantize_rows(
             if row_bad:
                 most = tl.zeros((N,), tl.uint32)
                 for i in range(LOOPS):
-                    u = start + i * N
                     more = load_row(
-                        x_ptr, row_start, u, (u < units) & inside, units, factor,
+                        x_ptr, start, u + i * N, (u + i * N < left) & inside, units, factor,
                         GATED, HAS_FACTOR, GATE_CAP, UP_CAP, CHUNKS, IN_BF16, ASM,
                     )  # fmt: skip
                     most = umax(most, finite_unit_magnitude(more, CHUNKS, IN_BF16))
@@ -239,7 +246,7 @@ def quantize_rows(
         outer_amax = value(t)
         if OUTER == OUTER_ROW:
             if PACKED:
-                tl.store(amax_ptr + row * amax_stride, outer_amax, mask=mask & (start == 0))
+                tl.store(amax_ptr + row * amax_stride, outer_amax, mask=mask & (u == 0))
             else:
                 tl.store(amax_ptr + row * amax_stride, outer_amax)
     if OUTER == OUTER_GIVEN:
@@ -260,21 +267,20 @@ def quantize_rows(
         key = load_key(key_ptr)
     if LOOPS == 1:
         finish_units(
-            raws, m, start, mask, row, e_row, row_bad, outer_amax, s_enc, s_dec,
+            raws, m, u, mask, tile, row, e_row, row_bad, outer_amax, s_enc, s_dec,
             codes_ptr, scales_ptr, values_ptr, place_ptr, key, columns, value_stride, code_stride,
             scale_stride, units, tag, E2M1, ELEMENT_MAX, SCALE, BLOCK_UNITS, OUTER_MAX, OVER_SIX, STOCHASTIC,
             CODES, VALUES, COPIES, IN_BF16, OUT_BF16, ALIGNED, 0, PACKED, N, CHUNKS, ASM,
         )  # fmt: skip
     else:
         for i in range(LOOPS):
-            u = start + i * N
             more = load_row(
-                x_ptr, row_start, u, (u < units) & inside, units, factor,
+                x_ptr, start, u + i * N, (u + i * N < left) & inside, units, factor,
                 GATED, HAS_FACTOR, GATE_CAP, UP_CAP, CHUNKS, IN_BF16, ASM,
             )  # fmt: skip
             mm = unit_magnitude(more, CHUNKS, IN_BF16, ASM)
             finish_units(
-                more, mm, u, u < units, row, e_row, row_bad, outer_amax, s_enc, s_dec,
+                more, mm, u + i * N, u + i * N < left, tile, row, e_row, row_bad, outer_amax, s_enc, s_dec,
                 codes_ptr, scales_ptr, values_ptr, place_ptr, key, columns, value_stride, code_stride,
                 scale_stride, units, tag, E2M1, ELEMENT_MAX, SCALE, BLOCK_UNITS, OUTER_MAX, OVER_SIX,
                 STOCHASTIC, CODES, VALUES, COPIES, IN_BF16, OUT_BF16, ALIGNED, 0, False, N, CHUNKS, ASM,
