@@ -8,6 +8,8 @@ import pytest
 from nybble.analysis.compare import compare
 from nybble.analysis.compare_report import table_csv
 from nybble.analysis.summary import read_lines
+from nybble.models import presets
+from nybble.recipes import load_recipe, resolve
 
 FOLDER = Path(__file__).parents[2] / "docs" / "results"
 
@@ -27,3 +29,10 @@ def test_a_published_table_follows_from_its_runs(name: str, baseline: str, seeds
                 assert ours[column] == value
             else:
                 assert float(ours[column]) == pytest.approx(float(value), rel=1e-4, abs=1e-6), column
+
+
+@pytest.mark.parametrize("path", sorted((FOLDER / "recipes").glob("*.toml")), ids=lambda path: path.stem)
+def test_a_recipe_that_was_measured_still_fits_its_model(path: Path) -> None:
+    recipe = load_recipe(str(path))
+    assert recipe.name == path.stem
+    resolve(recipe, presets.get("tiny").meta_model(), 400)
