@@ -58,7 +58,7 @@ def test_without_noise_the_costs_are_exact():
     assert [r.compute_cost.mean for r in four] == pytest.approx([5, 5, 5], abs=0.05)
     assert max(r.token_cost.half for r in four) < 1e-6
     laws = fits(exact, "bf16")
-    assert [(fit.along, fit.preset, len(fit.points), fit.seeds) for fit in laws] == [
+    assert [(fit.along, fit.preset, len(fit.points), len(fit.seeds)) for fit in laws] == [
         *(("tokens", preset, 3, 2) for preset in "abc"),
         ("compute", "", 3, 2),
     ]

@@ -44,7 +44,7 @@ class Fit:
     """The size; "" for all of them."""
     points: dict[float, float]
     """Mean final loss over the seeds by tokens or floating-point operations of a run."""
-    seeds: int
+    seeds: tuple[int, ...]
     law: PowerLaw | None
     """None where the loss does not fall."""
 
@@ -61,7 +61,7 @@ def fits(runs: Sequence[RunSummary], baseline: str) -> list[Fit]:
             along=along,
             preset=preset,
             points=mean_points(list(points.values())),
-            seeds=len(points),
+            seeds=tuple(points),
             law=mean_law(list(points.values())),
         )
         for along, preset, points in found

@@ -66,11 +66,12 @@ def _draw_curves(axes: Any, curves: Sequence[Curve], recipe: str, colour: str) -
 
 
 def _draw_sizes(axes: Any, runs: Sequence[RunSummary], fit: Fit, colour: dict[str, str]) -> None:
-    """The mean final loss of each recipe at each size, and the baseline's law."""
+    """The mean final loss of each recipe at each size over the seeds of the baseline's law, and that law."""
     for recipe, shade in colour.items():
         losses: dict[float, list[float]] = {}
         for run in runs:
-            if (run.recipe, run.share) == (recipe, 1) and run.val_loss is not None:
+            counts = (run.recipe, run.share) == (recipe, 1) and run.seed in fit.seeds
+            if counts and run.val_loss is not None:
                 losses.setdefault(run.flops, []).append(run.val_loss)
         x = sorted(losses)
         y = [sum(losses[at]) / len(losses[at]) for at in x]
@@ -80,6 +81,7 @@ def _draw_sizes(axes: Any, runs: Sequence[RunSummary], fit: Fit, colour: dict[st
         x = [low * (high / low) ** (step / 60) for step in range(61)]
         axes.plot(x, [fit.law.loss(at) for at in x], color="#6b7280", linewidth=1)
     axes.set_xscale("log")
+    axes.tick_params(which="minor", labelbottom=False)
 
 
 def _draw_costs(axes: Any, results: Sequence[Result], presets: Sequence[str], colour: dict[str, str]) -> None:

@@ -85,7 +85,7 @@ def _law(fit: Fit) -> str:
     """One line, with x in units of the largest that was run."""
     most = max(fit.points)
     count = f"{len(fit.points)} {'lengths' if fit.along == 'tokens' else 'sizes'}"
-    seeds = f"{fit.seeds} seed" + ("s" if fit.seeds > 1 else "")
+    seeds = f"{len(fit.seeds)} seed" + ("s" if len(fit.seeds) > 1 else "")
     place = f"{fit.preset}, " if fit.preset else ""
     if fit.law is None:
         return f"- {place}by {fit.along}, {count}, {seeds}: it does not fall"
