@@ -86,6 +86,18 @@ def test_nothing_reads_gathered_weights_that_are_given_back(folder, two):
     assert rows(folder / "poisoned") == rows(two)
 
 
+def test_ranks_with_the_whole_model_each_go_on_where_one_process_stopped(folder, one):
+    """Gradients are summed once a step. Blocks along the tokens end elsewhere than in one process."""
+    run = folder / "copies"
+    shutil.copytree(one, run)
+    shutil.rmtree(run / "checkpoints" / f"step_{STEPS:08d}")
+    ranks.run(2, run_cases.pretrain, words(folder, "copies", "plain.toml", "--replicate", "2", "--resume"))
+    assert len(rows(run)) == STEPS
+    for a, b in zip(rows(one)[2:], rows(run)[2:], strict=True):
+        for name in ("loss", "grad_norm"):
+            assert b[name] == pytest.approx(a[name], rel=1e-4)
+
+
 def test_muon_takes_whole_matrices_of_which_ranks_hold_parts(folder):
     """Its products are in BF16, where a last bit of a gradient may change a step by some thousandths."""
     for world in (1, 2):
@@ -160,6 +172,14 @@ def test_the_exported_folder_is_whole(one, two):
         (["--expert-parallel", "3"], "expert_parallel is 3, which does not divide the 2 ranks"),
         (["--replicate", "5"], "replicate is 5, which does not divide the 2 ranks"),
         (["--gather", "nvfp4"], "gather nvfp4 has nothing to gather: no two ranks have the same experts"),
+        (
+            ["--gather", "bf16", "--replicate", "2"],
+            "gather bf16 has nothing to gather: each rank has the whole",
+        ),
+        (
+            ["--compile"],
+            "compile works with several ranks only where each has the whole model: add --replicate 2",
+        ),
         (["--batch", "3"], "batch is 3 sequences, which 2 ranks cannot share out equally"),
     ],
 )

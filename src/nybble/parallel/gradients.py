@@ -1,12 +1,35 @@
-"""The norm of gradients that lie on several arrangements of ranks, and clipping by it."""
+"""Gradients of several ranks: their norm, clipping by it, and their sum where every rank has all of them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+
+MESSAGE = 1 << 25
+"""Values of a message of gradients, unless one gradient has more."""
+
+
+def add_over_ranks(gradients: Iterable[Tensor]) -> None:
+    """Replaces each gradient by the sum over all ranks, in few messages and FP32; every rank has
+    gradients of the same tensors."""
+    batch: list[Tensor] = []
+    for gradient in gradients:
+        if batch and sum(g.numel() for g in batch) + gradient.numel() > MESSAGE:
+            _add(batch)
+            batch = []
+        batch.append(gradient)
+    _add(batch)
+
+
+def _add(batch: list[Tensor]) -> None:
+    whole = torch.cat([gradient.reshape(-1).float() for gradient in batch])
+    dist.all_reduce(whole)
+    sums = [part.view_as(g) for part, g in zip(whole.split([g.numel() for g in batch]), batch, strict=True)]
+    torch._foreach_copy_(batch, sums)
 
 
 def by_mesh(tensors: Iterable[Tensor]) -> list[list[Tensor]]:

@@ -36,6 +36,11 @@ class Mesh:
         """Ranks that share out experts."""
         return self.sparse[EXPERT].size()
 
+    @property
+    def copies(self) -> bool:
+        """Whether each rank has the whole model."""
+        return self.sparse["replicate"].size() == self.sparse.size()
+
     @cached_property
     def holders(self) -> DeviceMesh:
         """(replicate, shard), or (shard) alone, for experts that are shared out along fsdp and expert: ranks

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nybble import together
+
 Batch = dict[str, Tensor]
 WARM_UPS = 3
 """Passes before the first capture: they compile kernels, and allocate what stays."""
@@ -40,7 +42,8 @@ class Captured:
         self.phase = 0
 
     def __call__(self, batches: list[Batch], step: int) -> Tensor:
-        """Mean loss over the batches, FP32 []; the parameters' gradients are those of this step alone."""
+        """Mean loss over the batches, FP32 []; the parameters' gradients are those of this step alone. Of
+        several ranks, both are this one's share of the mean over all."""
         if not self.graphs or self._phase(step) != self.phase:
             self._release()
             self._capture(batches, step)
@@ -62,7 +65,7 @@ class Captured:
             # With gradients enabled, as in a step: nothing is then compiled a second time.
             self.set_step(step, 0)
             graph = torch.cuda.CUDAGraph()
-            with torch.enable_grad(), torch.cuda.graph(graph, pool=self.graphs[0].pool()):
+            with torch.enable_grad(), _recording(graph, self.graphs[0].pool()):
                 loss = self.loss(self.inputs).detach()
             self.held_out = graph, loss
         graph, loss = self.held_out
@@ -97,7 +100,7 @@ class Captured:
         for micro in range(min(len(batches), 2)):
             self.set_step(step, micro)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool):
+            with _recording(graph, pool):
                 self.losses.append(self._run(len(batches)))
             self.graphs.append(graph)
             pool = graph.pool()
@@ -108,9 +111,15 @@ class Captured:
         self._run(count)
 
     def _run(self, count: int) -> Tensor:
-        loss = self.loss(self.inputs) / count
+        loss = self.loss(self.inputs) / (count * together.world())
         loss.backward()
         return loss.detach()
+
+
+def _recording(graph: torch.cuda.CUDAGraph, pool: Any) -> torch.cuda.graph:
+    """Records `graph`. Other ranks are watched by threads that may ask the GPU for events meanwhile."""
+    mode = "thread_local" if together.active() else "global"
+    return torch.cuda.graph(graph, pool=pool, capture_error_mode=mode)
 
 
 def restore(model: nn.Module, buffers: Mapping[str, Tensor]) -> None:

@@ -137,7 +137,9 @@ class ParallelConfig:
     expert_parallel: int = 0
     """Ranks that share out the experts of a layer; 0 is as many as divide both ranks and experts."""
     replicate: int = 1
-    """Groups of ranks that hold a copy of the whole model each (HSDP); 1 shards it over all."""
+    """Groups of ranks that hold a copy of the whole model each (HSDP); 1 shards it over all. As many as there
+    are ranks: nothing is sharded, gradients are summed once a step, and --graph and --compile work.
+    """
     reshard: bool = True
     """Free gathered parameters after the forward pass and gather them again for the backward pass."""
     traffic: Literal["recipe", "bf16", "mxfp8", "nvfp4"] = "recipe"
@@ -206,7 +208,7 @@ class PretrainConfig:
     compile: bool = False
     """Compile the whole model with torch.compile: minutes at the start of a run on a GPU."""
     graph: bool = False
-    """On one GPU: launch each forward and backward pass as a CUDA graph."""
+    """On GPUs, each with the whole model: launch each forward and backward pass as a CUDA graph."""
     activation_checkpointing: bool = False
     """Keep only each layer's input and compute the layer again in the backward pass: same bits, less
     memory.

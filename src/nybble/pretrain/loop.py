@@ -43,6 +43,7 @@ def train_step(session: Session, step: int) -> dict[str, Any]:
     balance.begin_step()
     passes = session.captured or partial(forward_backward, session)
     loss = passes(batches, step)
+    session.add_gradients()
     norm = optimiser.clip_gradients()
 
     loss_value, norm_value = torch.stack([loss, norm.float()]).tolist()

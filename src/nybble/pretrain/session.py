@@ -20,6 +20,7 @@ from nybble.layers.experts import local
 from nybble.layers.refresh import refresh
 from nybble.layers.step import set_step
 from nybble.parallel import Monitor
+from nybble.parallel.gradients import add_over_ranks
 from nybble.pretrain import metrics
 from nybble.pretrain.balance import LoadBalance
 from nybble.pretrain.captured import Captured
@@ -63,9 +64,11 @@ class Session:
         export: Callable[[nn.Module, Path], None] | None = None,
         device: torch.device | None = None,
         monitor: Monitor | None = None,
+        copies: bool = False,
     ) -> None:
         """`held_out_data` may be given by domain. `identity` is what a checkpoint must share to be resumed;
-        `export` adds a transformers folder to it; `monitor` is what the exchanges of several ranks report to.
+        `export` adds a transformers folder to it; `monitor` is what the exchanges of several ranks report to,
+        and `copies` says that each of them has the whole model.
         """
         self.config, self.run, self.model = config, run, model
         self.device = device or torch.device("cpu")
@@ -84,6 +87,7 @@ class Session:
         self._export = export
         self._metrics: MetricsFile | None = None
         self.monitor = monitor or Monitor()
+        self.copies = copies
 
     @property
     def metrics(self) -> MetricsFile:
@@ -122,9 +126,15 @@ class Session:
         """Tells the stochastic rounding where the run is."""
         set_step(self.model, step, micro, seed=self.config.seed)
         self.monitor.watch.begin(step + 1)
-        if micro == 0 and self.config.compile and not together.active():
+        if micro == 0 and self.config.compile and (self.copies or not together.active()):
             # A compiled forward pass cannot see that weights have changed, and would quantise them each time.
             refresh(self.model)
+
+    def add_gradients(self) -> None:
+        """Sums gradients over ranks that have copies of the model; in other models that is done by then."""
+        if self.copies:
+            with self.monitor.watch.waiting("gradients", self.device):
+                add_over_ranks(p.grad for p in self.model.parameters() if p.grad is not None)
 
     def exchanged(self) -> dict[str, Any]:
         """Entries of a row on the exchanges since the last one; none for a run of one process."""

@@ -44,8 +44,8 @@ def pretrain(
     after the last step.
     """
     device = rank_device(pick_device(config.device))
-    if config.graph and (device.type != "cuda" or together.launched()):
-        raise ConfigError("graph works in a run of one process on one GPU; leave it out")
+    if config.graph and device.type != "cuda":
+        raise ConfigError("graph works on GPUs; leave it out")
     if config.threads:
         torch.set_num_threads(config.threads)
     monitor, exchanges = Monitor(), config.parallel
@@ -83,6 +83,7 @@ def _pretrain(
         export=partial(_export, dataset=dataset, report=report, steps=config.schedule.steps),
         device=device,
         monitor=monitor,
+        copies=mesh is not None and mesh.copies,
     )
     try:
         start = session.restore() if resume else None
@@ -132,7 +133,7 @@ def build_model(
     model.checkpoint_layers(config.activation_checkpointing)
     if config.compile:
         model.compile()
-    if mesh is not None:
+    if mesh is not None and not mesh.copies:
         gather, reshard = config.parallel.gather, config.parallel.reshard
         shard(model, mesh, gather=gather, reshard=reshard, monitor=monitor)
     return model, report
@@ -142,17 +143,25 @@ def _mesh(config: PretrainConfig, device: torch.device) -> Mesh | None:
     """How the ranks share the model; None for one process."""
     if not together.active():
         return None
-    if config.compile:
-        raise ConfigError(
-            "compile works in a run of one process only so far; leave it out with several ranks"
-        )
     shape = presets.get(config.preset).model_config(eos_token_id=None)
-    return make_mesh(
+    mesh = make_mesh(
         device.type,
         experts=getattr(shape, "n_routed_experts", 0),
         expert_parallel=config.parallel.expert_parallel,
         replicate=config.parallel.replicate,
     )
+    for name in ("graph", "compile"):
+        if getattr(config, name) and not mesh.copies:
+            raise ConfigError(
+                f"{name} works with several ranks only where each has the whole model: add --replicate "
+                f"{together.world()}, or leave out --{name}"
+            )
+    if mesh.copies and config.parallel.gather != "fp32":
+        raise ConfigError(
+            f"gather {config.parallel.gather} has nothing to gather: each rank has the whole model; "
+            "leave it out"
+        )
+    return mesh
 
 
 def _loaders(config: PretrainConfig, dataset: Dataset) -> tuple[Loader, Any]:
