@@ -142,6 +142,14 @@ def quantisers(x: Tensor, experts: int) -> Iterator[Rung]:
         NVFP4_BYTES + 2,
         lambda: ops.dequantize(*codes, "nvfp4", -1, shape, bf16, "row", False),
     )
+    turned = ops.hadamard(x, -2, 128, key, 1, 68)
+    eden = ("eden", "tensor", key, 1, 5)
+    yield rung("Hadamard transform of 128 along tokens", 6, lambda: ops.hadamard(x, -2, 128, key, 1, 68))
+    yield rung(
+        "nvfp4 MS-EDEN of that, quantize-dequantize (two reads)",
+        10,
+        lambda: fake(turned, "nvfp4", bf16, -2, *eden),
+    )
     if x.device.type != "cuda":
         return
     whole = ("stochastic", key, 1, 5, None, offs)

@@ -175,7 +175,7 @@ _PRESETS = (
         },
         sequence=1024,
         batch=64,
-        learning_rate=1e-3,
+        learning_rate=2e-3,
         steps=5000,
     ),
     Preset(
