@@ -48,6 +48,8 @@ def calls(group: str) -> list[Call]:
             values(f, "mxfp8-floor", **stochastic()),
             quantize(x, "mxfp4", offs=OFFS),
             quantize(hostile(7, 200), "fp8-1x128"),
+            quantize(hostile(15, 33), "fp8-1x128"),
+            quantize(hostile(9, 16), "mxfp8"),
             values(x.expand(2, 7, 40), "fp8-row"),
             quantize(hostile(40, 72), "nvfp4-16x16", **stochastic()),
             quantize(hostile(130, 140), "fp8-128x128"),

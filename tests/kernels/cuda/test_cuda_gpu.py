@@ -57,7 +57,7 @@ def test_fp32_inputs(name, axis):
 @pytest.mark.parametrize("axis", [-1, -2])
 @pytest.mark.parametrize("name", ["nvfp4", "mxfp8", "fp8-1x128", "nvfp4-16x16"])
 def test_shapes_that_fill_no_block(name, axis):
-    for shape in ((70, 100), (3, 5, 33), (2, 64, 96), (65,), (1, 8), (0, 16), (16, 0)):
+    for shape in ((70, 100), (3, 5, 33), (2, 64, 96), (65,), (1, 8), (9, 16), (0, 16), (16, 0)):
         if -axis > len(shape):
             continue
         x = (

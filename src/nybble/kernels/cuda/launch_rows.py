@@ -192,7 +192,8 @@ def quantize_rows(
     n = max(n, block_units)
     loops = cdiv(units, n) if whole else loops
     tiles = 1 if whole else cdiv(units, n * loops)
-    height = max(1, n // pow2(units)) if tiles * loops == 1 else 1
+    # A row narrower than a block still takes the whole block's units: no block holds parts of two rows.
+    height = max(1, n // max(pow2(units), block_units)) if tiles * loops == 1 else 1
     across, axis = grid(count, tiles) if height == 1 else ((cdiv(count, height), 1), 0)
     plain = outer == row_kernel.OUTER_NONE.value and all(a is None for a in (gated, offs, values))
     if plain and not whole and tiles > 1 and units % n and units % block_units == 0:
