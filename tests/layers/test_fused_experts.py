@@ -12,6 +12,10 @@ BF16 = torch.bfloat16
 PLAIN = {"rule": [{"modules": "**", "all": "bf16"}]}
 MXFP8 = {"rule": [{"modules": "**", "kind": "experts", "all": "mxfp8"}]}
 HOPPER = {"rule": load_recipe("hopper").to_dict()["rule"][:1]}
+NVIDIA = {"rule": load_recipe("nvidia").to_dict()["rule"][:1]}
+QUARTET = {"rule": load_recipe("quartet2").to_dict()["rule"][:1]}
+TURNED = {"format": "mxfp8", "hadamard": 32}
+MXFP8_TURNED = {"rule": [{"modules": "**", "fprop": "mxfp8", "dgrad": TURNED, "wgrad": TURNED}]}
 STOCHASTIC_DY = {
     "rule": [
         {**INKLING["rule"][0], "wgrad": {"dy": {"format": "mxfp8", "rounding": "stochastic"}, "x": "mxfp8"}}
@@ -66,8 +70,14 @@ def both(recipe, args, keep="recompute", maker="ours"):
         (INKLING, 25, "qwen"),
         (STOCHASTIC_DY, 25, "ours"),
         (HOPPER, 25, "ours"),
+        (NVIDIA, 20, "ours"),
+        (QUARTET, 20, "ours"),
+        (MXFP8_TURNED, 30, "ours"),
     ],
-    ids=["bf16", "bf16-silu", "mxfp8", "inkling", "inkling-silu", "stochastic-dy", "hopper"],
+    ids=[
+        *("bf16", "bf16-silu", "mxfp8", "inkling", "inkling-silu", "stochastic-dy", "hopper"),
+        *("nvidia", "quartet2", "mxfp8-turned"),
+    ],
 )
 def test_fused_passes_agree_with_the_plain_ones(recipe, decibels, maker, sqnr):
     """Products rounded to BF16 move a few values over a rounding boundary; a wrong operand would show."""
@@ -78,7 +88,9 @@ def test_fused_passes_agree_with_the_plain_ones(recipe, decibels, maker, sqnr):
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
-@pytest.mark.parametrize("recipe", [PLAIN, MXFP8, INKLING], ids=["bf16", "mxfp8", "inkling"])
+@pytest.mark.parametrize(
+    "recipe", [PLAIN, MXFP8, INKLING, NVIDIA, QUARTET], ids=["bf16", "mxfp8", "inkling", "nvidia", "quartet2"]
+)
 def test_recomputing_gives_the_same_bits_as_keeping(recipe):
     args = bf16(inputs())
     kept, again = (step(experts(recipe, keep=keep), *args) for keep in ("activations", "recompute"))
@@ -86,13 +98,14 @@ def test_recomputing_gives_the_same_bits_as_keeping(recipe):
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
-def test_an_index_beyond_the_experts_adds_nothing(sqnr):
+@pytest.mark.parametrize("recipe", [INKLING, NVIDIA, QUARTET], ids=["inkling", "nvidia", "quartet2"])
+def test_an_index_beyond_the_experts_adds_nothing(recipe, sqnr):
     x, index, w, dy = bf16(inputs())
     away = index.clone()
     away[:, 1] = E
-    out, want = both(INKLING, (x, away, w, dy))
+    out, want = both(recipe, (x, away, w, dy))
     assert not out[2][:, 1].any()
-    assert all(sqnr(a.float(), b.float()) > 25 for a, b in zip(out, want, strict=True))
+    assert all(sqnr(a.float(), b.float()) > 20 for a, b in zip(out, want, strict=True))
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")

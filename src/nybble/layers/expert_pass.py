@@ -11,7 +11,7 @@ from nybble.kernels import fused, hopper
 from nybble.kernels.expert_rows import fp8_ends
 from nybble.layers import gemm, kept
 from nybble.layers.activation import Activation
-from nybble.layers.operand import FP8, Codes, Values, cast, compute_dtype, outer, product
+from nybble.layers.operand import FP8, Codes, Values, cast, compute_dtype, ends_of, outer, product
 from nybble.layers.routing import Route
 from nybble.layers.weights import Spec, Weight
 from nybble.recipes import GemmTable, Operand
@@ -214,16 +214,17 @@ class Pass:
         key = self.key if to.rounding == "stochastic" else None
         arguments = (to.rounding, key, draw.layer, draw.operand, self.pairs, self.ends)
         dtype_x, fprop = self.wgrad_dtype(spec), gemms.fprop.x.format
-        if _coded(gemms) and dtype_x == FP8:
+        if _coded(gemms) and dtype_x == FP8 and not to.hadamard:
             codes, scales = fused.fp8_columns_of_codes(*saved, fprop, index, *arguments)
             x = _plain(hopper.row_scaled(codes, scales, fp8_ends(self.ends)))
-        elif _coded(gemms) and formats.get(to.format).scale == "e8m0" and to.rounding != "eden":
+        elif _coded(gemms) and formats.get(to.format).scale == "e8m0" and not to.hadamard:
             x = _plain(fused.requantize_rows(*saved, fprop, index, to.format, *arguments))
         else:
             saved = saved if index is None else kept.take(saved, gemms, index)
             x = kept.wgrad_operand(saved, gemms, shape, dtype_x, draw, self.ends)
         scale = product(outer(dy.amax, gemms.wgrad.dy), outer(x.amax, to))
-        out = gemm.grouped_columns(dy.values, x.values, self.ends, dtype if scale is None else torch.float32)
+        ends = ends_of(self.ends, to)
+        out = gemm.grouped_columns(dy.values, x.values, ends, dtype if scale is None else torch.float32)
         return out if scale is None else (out * (scale[:, None, None] if scale.dim() else scale)).to(dtype)
 
 
@@ -245,7 +246,8 @@ def _one_read(gemms: GemmTable) -> bool:
     """dy is rounded to nearest in one MXFP8 format along both axes."""
     a, b = gemms.dgrad.dy, gemms.wgrad.dy
     fmt = formats.get(a.format)
-    return a == b and a.rounding == "nearest" and fmt.scale == "e8m0" and not fmt.packed
+    plain = a.rounding == "nearest" and not a.hadamard
+    return a == b and plain and fmt.scale == "e8m0" and not fmt.packed
 
 
 def _plain(values: Any) -> Values:

@@ -15,7 +15,6 @@ from nybble.layers import gemm
 from nybble.layers.expert_pass import Pass, Plan
 from nybble.layers.operand import FP8, compute_dtype
 from nybble.layers.routing import Route
-from nybble.recipes import OPERANDS
 
 BF16 = torch.bfloat16
 
@@ -32,8 +31,6 @@ def fits(x: Tensor, plan: Plan, experts: int) -> bool:
         if any(compute_dtype(x.device, a, b, grouped, experts) not in (BF16, FP8) for a, b, grouped in pairs):
             return False
         if formats.get(fprop.x.format).scale == "fp32":  # its values are not exact in BF16
-            return False
-        if any(spec.gemms.get(role).hadamard for role in OPERANDS):
             return False
     return True
 
