@@ -69,20 +69,36 @@ def test_a_dead_rank_is_named(watched):
     assert "step 12, layer 3, combine: rank 1, last at step 12, layer 3, dispatch, has not been" in ends[0]
 
 
-def test_a_wait_ends_when_it_was_told_to_and_does_not_come_to_an_end(watched):
-    watch, _, ends = watched(60, 600)
+@pytest.fixture
+def told_to_stop():
     before = signal.signal(signal.SIGTERM, lambda *_: None)
-    try:
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(0.4)
-        assert not ends  # it computes, and will save
-        with watch.waiting("layer 3, combine"):
-            time.sleep(0.6)
-        assert len(ends) == 1
-        assert "step 12, layer 3, combine for" in ends[0]
-        assert "told to stop" in ends[0]
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    yield lambda: os.kill(os.getpid(), signal.SIGTERM)
+    signal.signal(signal.SIGTERM, before)
+
+
+def test_between_exchanges_a_rank_told_to_stop_does_not_wait_for_a_dead_one(watched, told_to_stop):
+    """There it may be inside of a step's other collectives, which NCCL lets wait for ever."""
+    _, store, ends = watched(60, 600)
+    told_to_stop()
+    for n in range(30):
+        beat(store, n)
+        time.sleep(0.02)
+    assert not ends
+    time.sleep(0.6)
+    assert len(ends) == 1
+    assert "step 12, between exchanges: rank 1, last at" in ends[0]
+
+
+def test_a_wait_ends_when_it_was_told_to_and_does_not_come_to_an_end(watched, told_to_stop):
+    watch, _, ends = watched(60, 600)
+    told_to_stop()
+    time.sleep(0.4)
+    assert not ends  # it computes, and will save
+    with watch.waiting("layer 3, combine"):
+        time.sleep(0.6)
+    assert len(ends) == 1
+    assert "step 12, layer 3, combine for" in ends[0]
+    assert "told to stop" in ends[0]
 
 
 def test_a_rank_that_computes_for_long_is_left_alone(watched):

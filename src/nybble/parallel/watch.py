@@ -2,8 +2,8 @@
 
 Each rank's thread writes a heartbeat and its position (step, layer, leg) into the store of the process group.
 A rank that gets no further for `slow_s` reads those of the others and reports. A rank whose heart has
-stopped for `DEAD_S`, a wait of `timeout_s`, or one of `STOP_S` after SIGTERM, ends this process with status
-1, so that torchrun takes the job down and, with --max-restarts, starts it again.
+stopped for `DEAD_S`, a wait of `timeout_s`, or either for `STOP_S` after SIGTERM, ends this process with
+status 1, so that torchrun takes the job down and, with --max-restarts, starts it again.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ DEAD_S = 60.0
 """A heart that stands still for so long is dead: longer than the interpreter is ever held up by compiling."""
 
 STOP_S = 10.0
-"""A wait that goes on for so long after SIGTERM waits for a rank that is gone: torchrun sends the signal when
-one is, and NCCL does not notice."""
+"""What waits for so long after SIGTERM waits for a rank that is gone, and a heart that then stands still for
+so long is that of one: torchrun sends the signal when a rank is gone, and NCCL does not notice."""
 
 
 def _end(report: str) -> None:
@@ -159,7 +159,7 @@ class Watch:
                 store.set(
                     f"watch/{rank}", json.dumps({"beat": beat, "at": place, "for_s": round(seconds, 1)})
                 )
-                if seconds < min(slow_s, DEAD_S / 4):
+                if not asked and seconds < min(slow_s, DEAD_S / 4):
                     last_seen.clear()
                     continue
                 others = _read(store, rank, world)
@@ -167,10 +167,11 @@ class Watch:
                 if not self._stop.is_set():
                     end(f"rank {rank}: {place}: the ranks' store is gone, with its process: {error}")
                 return
-            dead = _dead(others, last_seen)
+            limit_s = STOP_S if asked else DEAD_S
+            dead = _dead(others, last_seen, limit_s)
             if dead:
                 names = ", ".join(f"rank {r}, last at {others[r]['at']}," for r in dead)
-                report = f"rank {rank}: {place}: {names} has not been heard of for {DEAD_S:.0f} s"
+                report = f"rank {rank}: {place}: {names} has not been heard of for {limit_s:.0f} s"
                 end(_said_once(store, report))
                 return
             report = f"rank {rank}: {place} for {seconds:.0f} s; " + "; ".join(
@@ -194,13 +195,15 @@ def _read(store: dist.Store, rank: int, world: int) -> dict[int, dict[str, Any]]
     return found
 
 
-def _dead(others: dict[int, dict[str, Any]], last_seen: dict[int, tuple[int, float]]) -> list[int]:
-    """Ranks whose heartbeat has been the same for DEAD_S; updates `last_seen`."""
+def _dead(
+    others: dict[int, dict[str, Any]], last_seen: dict[int, tuple[int, float]], limit_s: float
+) -> list[int]:
+    """Ranks whose heartbeat has been the same for `limit_s`; updates `last_seen`."""
     now, dead = time.monotonic(), []
     for other, state in others.items():
         beat, since = last_seen.get(other, (-1, now))
         if beat != state["beat"]:
             last_seen[other] = (state["beat"], now)
-        elif now - since > DEAD_S:
+        elif now - since > limit_s:
             dead.append(other)
     return dead
