@@ -49,6 +49,21 @@ def test_a_slow_exchange_is_reported_once_with_its_place(watched, capsys):
     assert not ends
 
 
+def test_of_several_slow_ranks_one_reports(watched, capsys):
+    watch, store, ends = watched(0.1, 60)
+    other = Watch()
+    other.start(store, 1, 2, slow_s=0.1, timeout_s=60, end=ends.append)
+    other.begin(12)
+    with watch.waiting("layer 3, combine"), other.waiting("layer 3, combine"):
+        time.sleep(0.4)
+    other.close()
+    text = capsys.readouterr().err
+    assert text.count("slow: ") == 1
+    assert "rank 0: step 12, layer 3, combine for" in text
+    assert "rank 1: step 12, layer 3, combine for" in text
+    assert not ends
+
+
 def test_a_hung_exchange_ends_the_process(watched):
     watch, store, ends = watched(0.1, 0.3)
     with watch.waiting("layer 3, combine"):

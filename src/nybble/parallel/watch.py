@@ -38,10 +38,10 @@ def _end(report: str) -> None:
     os._exit(1)
 
 
-def _said_once(store: dist.Store, report: str) -> str:
-    """The report for the first rank that has one: the others end without a word."""
+def _said_once(store: dist.Store, report: str, about: str = "the end") -> str:
+    """The report for the first rank that has one about this; "" for the others, which keep silent."""
     with contextlib.suppress(dist.DistError):
-        return report if store.add("watch/ended", 1) == 1 else ""
+        return report if store.add(f"watch/said/{about}", 1) == 1 else ""
     return report
 
 
@@ -182,7 +182,8 @@ class Watch:
                 return
             if seconds >= slow_s and warned != place:
                 warned = place
-                print(f"slow: {report}", file=sys.stderr, flush=True)
+                if said := _said_once(store, f"slow: {report}", f"step {self.step}"):
+                    print(said, file=sys.stderr, flush=True)
 
 
 def _read(store: dist.Store, rank: int, world: int) -> dict[int, dict[str, Any]]:
