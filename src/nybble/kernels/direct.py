@@ -26,12 +26,12 @@ class Op:
         self.op.register_kernel(device_type)(function)
         self._served[device_type] = function
 
-    def __call__(self, *arguments: Any) -> Any:
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
         x = arguments[0]
         if unseen(x) and (function := self._served.get(x.device.type)) is not None:
             with torch.no_grad():
-                return function(*arguments)
-        return self.op(*arguments)
+                return function(*arguments, **named)
+        return self.op(*arguments, **named)
 
 
 def unseen(x: Any) -> bool:

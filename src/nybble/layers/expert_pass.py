@@ -11,7 +11,7 @@ from nybble.kernels import fused, hopper
 from nybble.kernels.expert_rows import fp8_ends
 from nybble.layers import gemm, kept
 from nybble.layers.activation import Activation
-from nybble.layers.operand import FP8, Codes, Values, cast, compute_dtype, ends_of, outer, product
+from nybble.layers.operand import FP8, Codes, Values, cast, compute_dtype, ends_of, one_read, outer, product
 from nybble.layers.routing import Route
 from nybble.layers.weights import Spec, Weight
 from nybble.recipes import GemmTable, Operand
@@ -166,7 +166,7 @@ class Pass:
         weight = fused.row_factors(
             self.order, self.ends, self.plan.k, None, "bf16", "one", None, "bf16", self.weights
         )
-        if dgrad and wgrad and _one_read(rows):
+        if dgrad and wgrad and one_read(rows.dgrad.dy, rows.wgrad.dy):
             a, b = fused.gradient_both(dy, rows.dgrad.dy.format, self.token, weight, self.ends)
             return _plain(a), _plain(b)
         first = second = None
@@ -184,7 +184,7 @@ class Pass:
         """The same of the up product, from the gradient of its rows."""
         spec = self.plan.up.spec
         rows = spec.gemms
-        if dgrad and wgrad and _one_read(rows):
+        if dgrad and wgrad and one_read(rows.dgrad.dy, rows.wgrad.dy):
             a, b = fused.gradient_both(d_up, rows.dgrad.dy.format, None, None, self.ends)
             return _plain(a), _plain(b)
         first = second = None
@@ -240,14 +240,6 @@ def _coded(gemms: GemmTable) -> bool:
         and fx.outer == "row"
         and not eden
     )
-
-
-def _one_read(gemms: GemmTable) -> bool:
-    """dy is rounded to nearest in one MXFP8 format along both axes."""
-    a, b = gemms.dgrad.dy, gemms.wgrad.dy
-    fmt = formats.get(a.format)
-    plain = a.rounding == "nearest" and not a.hadamard
-    return a == b and plain and fmt.scale == "e8m0" and not fmt.packed
 
 
 def _plain(values: Any) -> Values:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from nybble.formats import Operand as Role
 from nybble.layers import gemm, kept
-from nybble.layers.operand import Draw, cast, compute_dtype, outer, product
+from nybble.layers.operand import Draw, cast, cast_both, compute_dtype, one_read, outer, product
 from nybble.layers.step import StepState
 from nybble.layers.weights import Spec, Weight, WeightCache, tag_of
 
@@ -138,16 +138,25 @@ class _Linear(torch.autograd.Function):
         spec = plan.weight.spec
         gemms = spec.gemms
         dx = dw = dbias = None
+        along = across = None
+        if dy.is_cuda and all(ctx.needs_input_grad[:2]) and one_read(gemms.dgrad.dy, gemms.wgrad.dy):
+            dtypes = {
+                compute_dtype(dy.device, gemms.dgrad.dy, gemms.dgrad.w),
+                compute_dtype(dy.device, gemms.wgrad.dy, gemms.wgrad.x),
+            }
+            if dtypes == {torch.bfloat16}:
+                along, across = cast_both(dy, gemms.dgrad.dy, torch.bfloat16)
         if ctx.needs_input_grad[0]:
             dtype = compute_dtype(dy.device, gemms.dgrad.dy, gemms.dgrad.w)
-            a, a_amax = cast(dy, gemms.dgrad.dy, -1, dtype, plan.draw(Role.DGRAD_DY, key, rows))
+            a, a_amax = along or cast(dy, gemms.dgrad.dy, -1, dtype, plan.draw(Role.DGRAD_DY, key, rows))
             w, w_amax = plan.weight.dgrad(weight, weight_key, dtype)
             scale = product(outer(a_amax, gemms.dgrad.dy), outer(w_amax, gemms.dgrad.w))
             dx = gemm.matmul(a, w, scale, plan.x_dtype)
         if ctx.needs_input_grad[1]:
             dtype = compute_dtype(dy.device, gemms.wgrad.dy, gemms.wgrad.x)
             if dx is None or not spec.shares_dy:
-                a, a_amax = cast(dy, gemms.wgrad.dy, -2, dtype, plan.draw(Role.WGRAD_DY, key, rows))
+                draw = plan.draw(Role.WGRAD_DY, key, rows)
+                a, a_amax = across or cast(dy, gemms.wgrad.dy, -2, dtype, draw)
             draw = plan.draw(Role.WGRAD_X, key, rows)
             b, b_amax = plan.state.kept_inputs.get(
                 saved[0], gemms.wgrad.x, (gemms.fprop.x, ctx.shape, dtype),

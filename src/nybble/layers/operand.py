@@ -17,6 +17,7 @@ from nybble.formats import e4m3, grouped, hadamard
 from nybble.formats import outer as outer_scale
 from nybble.kernels import blackwell, direct, fused, hopper
 from nybble.kernels.cpu.bf16 import rounded
+from nybble.kernels.cuda import launch_both
 from nybble.kernels.expert_rows import fp8_ends
 from nybble.kernels.hopper import FP8
 from nybble.recipes import Operand
@@ -183,6 +184,20 @@ def cast(
             x, spec.format, dtype, axis, spec.rounding, spec.outer, *_draw(spec, draw), offs
         )
     )
+
+
+def one_read(a: Operand, b: Operand) -> bool:
+    """Whether dy is rounded to nearest in one MXFP8 format as the operand of dgrad and of wgrad."""
+    fmt = formats.get(a.format)
+    mx = fmt.scale == "e8m0" and not fmt.packed
+    return a == b and mx and a.rounding == "nearest" and not a.hadamard
+
+
+def cast_both(x: Tensor, spec: Operand, dtype: torch.dtype) -> tuple[Values, Values]:
+    """What two calls of `cast` give along -1 and along -2, on a GPU in one read, where `one_read` holds."""
+    along, across = launch_both.fake_quantize_both(x, spec.format, dtype)
+    none = x.new_empty(0, dtype=torch.float32)
+    return Values(along, none), Values(across, none)
 
 
 def recast(

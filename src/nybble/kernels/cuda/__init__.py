@@ -61,4 +61,4 @@ def register() -> None:
     for name in fused.NAMES:
         getattr(fused, name).register_kernel("cuda", _served(expert_rows, "experts_front", name))
     direct.hadamard.register_kernel("cuda", _served(hadamard, "launch_hadamard", "transform"))
-    launch_both.fake_quantize_both.register_kernel("cuda")(_both)
+    launch_both.fake_quantize_both.register_kernel("cuda", _both)

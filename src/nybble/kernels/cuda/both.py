@@ -7,11 +7,11 @@ import triton.language as tl
 
 from nybble.kernels.cuda import scales as rule
 from nybble.kernels.cuda.columns import over_lanes, to_lanes
-from nybble.kernels.cuda.draws import draw_words, load_key
+from nybble.kernels.cuda.draws import load_key
 from nybble.kernels.cuda.elements import e4m3_values
-from nybble.kernels.cuda.finish_columns import column_words, store_tokens
+from nybble.kernels.cuda.finish_columns import column_words, draws_at, store_tokens
 from nybble.kernels.cuda.finish_rows import e4m3_words
-from nybble.kernels.cuda.registers import load_raw, magnitude, magnitude_bits, store_values, times
+from nybble.kernels.cuda.registers import advance, load_raw, magnitude, magnitude_bits, store_values, times
 from nybble.kernels.cuda.sources import tile_maxima
 
 
@@ -62,15 +62,20 @@ def fake_quantize_both(
 
     raws = ()
     zeros = ()
-    draws = ()
     for i in tl.static_range(8):
         mask = inside & (first + i < count)
-        at = row + i
         if HAS_INDEX:
-            at = tl.load(index_ptr + at, mask=mask, other=0).to(tl.int64)
-        raws = raws + (load_raw(x_ptr, at * row_stride + column, mask, BF16),)
+            at = tl.load(index_ptr + (row + i), mask=mask, other=0).to(tl.int64)
+            raw = load_raw(x_ptr, at * row_stride + column, mask, BF16)
+        else:
+            raw = load_raw(advance(x_ptr, row * row_stride + column, BF16), i * row_stride, mask, BF16)
+        raws = raws + (raw,)
         zeros = zeros + (0.0,)
 
+    places = ()
+    key = (0, 0, 0, 0, 0)
+    if STOCHASTIC:
+        key = load_key(key_ptr)
     for i in tl.static_range(8):
         m = magnitude_bits(magnitude(raws[i], BF16, ASM), BF16)
         m = tl.max(tl.reshape(m.to(tl.int32), (8 * W, 4)), axis=1)
@@ -79,21 +84,22 @@ def fake_quantize_both(
         scale = rule.e8m0_value(byte)
         mask = inside & (first + i < count)
         if STOCHASTIC:
-            e_row = row + i
+            e_row = row
+            further = columns.to(tl.int64) * i
             if HAS_ROWS:
-                e_row = tl.load(rows_ptr + e_row, mask=mask, other=0)
-            e = e_row * columns + column
-            words = draw_words(e, 0, load_key(key_ptr), tag_rows.to(tl.uint32), True)
-            draws = draws + (draw_words(e, 0, load_key(key_ptr), tag_columns.to(tl.uint32), True),)
+                e_row = tl.load(rows_ptr + (row + i), mask=mask, other=0)
+                further = 0
+            places = places + ((e_row * columns + column, further),)
+            words = draws_at(places[i], key, tag_rows.to(tl.uint32), True)
         else:
             words = (0, 0, 0, 0)
-            draws = draws + (words,)
         w0, w1 = e4m3_words(raws[i], rule.e8m0_multiplier(byte), words, STOCHASTIC, SCALE, BF16, ASM)
         q = e4m3_values(w0, ASM) + e4m3_values(w1, ASM)
         v = ()
         for j in tl.static_range(8):
             v = v + (q[j] * scale,)
-        store_values(along_rows_ptr, (row + i) * columns + column, v, mask, OUT_BF16, ASM)
+        to_ptr = advance(along_rows_ptr, row * columns + column, OUT_BF16)
+        store_values(to_ptr, columns * i, v, mask, OUT_BF16, ASM)
 
     if HAS_FACTOR:
         scaled = ()
@@ -101,7 +107,7 @@ def fake_quantize_both(
             factor = tl.load(factor_ptr + row + i, mask=inside & (first + i < count), other=0.0)
             scaled = scaled + (times(raws[i], factor, BF16, ASM),)
         raws = scaled
-    maxima = tile_maxima(raws, zeros, zeros, SOURCE, ASM)
+    maxima = tile_maxima(raws, zeros, zeros, SOURCE, STOCHASTIC, ASM)
     muls = ()
     scales = ()
     for j in tl.static_range(8):
@@ -109,7 +115,10 @@ def fake_quantize_both(
         muls = muls + (to_lanes(rule.e8m0_multiplier(byte), W, 4, 8),)
         scales = scales + (to_lanes(rule.e8m0_value(byte), W, 4, 8),)
     for h in tl.static_range(2):
-        words = column_words(raws, zeros, zeros, draws, muls, h, SCALE, STOCHASTIC, SOURCE, ASM)
+        words = column_words(
+            raws, zeros, zeros, places, key, tag_columns.to(tl.uint32), muls, h,
+            SCALE, STOCHASTIC, True, SOURCE, ASM,
+        )  # fmt: skip
         store_tokens(
             along_columns_ptr, words, scales, row, first, count, column, inside, columns, h, OUT_BF16, ASM
         )

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from nybble.kernels.cuda.elements import value
 from nybble.kernels.cuda.jit import INTERPRETED, cdiv, use_asm
-from nybble.kernels.cuda.registers import load_e4m3
+from nybble.kernels.cuda.nvfp4 import load_e4m3
 
 BLOCK_M, BLOCK_N, BLOCK_BYTES = 16, 64, 32
 

@@ -8,7 +8,7 @@ import triton.language as tl
 from nybble.kernels.cuda import scales as rule
 from nybble.kernels.cuda.elements import value
 from nybble.kernels.cuda.registers import join8
-from nybble.kernels.cuda.sources import NVFP4, load_source, tile_maxima
+from nybble.kernels.cuda.sources import load_sources, tile_maxima
 
 
 @triton.jit(do_not_specialize=["tokens", "blocks"])
@@ -52,38 +52,27 @@ def column_amax(
             count = tl.minimum(tokens - start, 32)
         inside = has_block & (column < columns)
         row = (lead * tokens + start + first).to(tl.int64)
-        if SOURCE == NVFP4:
-            at = row * (columns // 8) + column // 8
-        else:
-            at = lead * lead_stride + (start + first).to(tl.int64) * row_stride + column
-        raws = ()
-        sfs = ()
-        sdecs = ()
-        for i in tl.static_range(8):
-            mask = inside & (first + i < count)
-            raw, sf, s_dec = load_source(
-                x_ptr,
-                source_codes_ptr,
-                source_scales_ptr,
-                sdec_ptr,
-                index_ptr,
-                at,
-                i,
-                row_stride,
-                row,
-                columns,
-                column,
-                mask,
-                SOURCE,
-                SDEC_ROWS,
-                SCALE_ROWS,
-                HAS_INDEX,
-                ASM,
-            )
-            raws = raws + (raw,)
-            sfs = sfs + (sf,)
-            sdecs = sdecs + (s_dec,)
-        maxima = tile_maxima(raws, sfs, sdecs, SOURCE, ASM)
+        raws, sfs, sdecs = load_sources(
+            x_ptr,
+            source_codes_ptr,
+            source_scales_ptr,
+            sdec_ptr,
+            index_ptr,
+            lead * lead_stride + (start + first).to(tl.int64) * row_stride + column,
+            row_stride,
+            row,
+            columns,
+            column,
+            inside,
+            first,
+            count,
+            SOURCE,
+            SDEC_ROWS,
+            SCALE_ROWS,
+            HAS_INDEX,
+            ASM,
+        )
+        maxima = tile_maxima(raws, sfs, sdecs, SOURCE, True, ASM)
         tops = ()
         for j in tl.static_range(8):
             tops = tops + (tl.max(tl.reshape(maxima[j].to(tl.int32), (W, 4, 8)), axis=1),)

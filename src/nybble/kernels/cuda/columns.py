@@ -11,11 +11,11 @@ import triton
 import triton.language as tl
 
 from nybble.kernels.cuda import scales as rule
-from nybble.kernels.cuda.draws import draw_words, load_key
+from nybble.kernels.cuda.draws import load_key
 from nybble.kernels.cuda.elements import value
 from nybble.kernels.cuda.finish_columns import finish_e2m1, finish_e4m3
 from nybble.kernels.cuda.registers import join8
-from nybble.kernels.cuda.sources import NVFP4, load_source, tile_maxima
+from nybble.kernels.cuda.sources import load_sources, tile_maxima
 
 
 @triton.jit
@@ -92,40 +92,29 @@ def quantize_columns(
     row = (lead * tokens + start + first).to(tl.int64)  # of the thread's first token, in [lead * T, C]
     column = column.to(tl.int64)
 
-    if SOURCE == NVFP4:
-        at = row * (columns // 8) + column // 8
-    else:
-        at = lead * lead_stride + (start + first).to(tl.int64) * row_stride + column
-    raws = ()
-    sfs = ()
-    sdecs = ()
-    for i in tl.static_range(8):
-        mask = inside & (first + i < count)
-        raw, sf, s_dec = load_source(
-            x_ptr,
-            source_codes_ptr,
-            source_scales_ptr,
-            sdec_ptr,
-            index_ptr,
-            at,
-            i,
-            row_stride,
-            row,
-            columns,
-            column,
-            mask,
-            SOURCE,
-            SDEC_ROWS,
-            SCALE_ROWS,
-            HAS_INDEX,
-            ASM,
-        )
-        raws = raws + (raw,)
-        sfs = sfs + (sf,)
-        sdecs = sdecs + (s_dec,)
+    raws, sfs, sdecs = load_sources(
+        x_ptr,
+        source_codes_ptr,
+        source_scales_ptr,
+        sdec_ptr,
+        index_ptr,
+        lead * lead_stride + (start + first).to(tl.int64) * row_stride + column,
+        row_stride,
+        row,
+        columns,
+        column,
+        inside,
+        first,
+        count,
+        SOURCE,
+        SDEC_ROWS,
+        SCALE_ROWS,
+        HAS_INDEX,
+        ASM,
+    )
 
     if not WHOLE:
-        maxima = tile_maxima(raws, sfs, sdecs, SOURCE, ASM)
+        maxima = tile_maxima(raws, sfs, sdecs, SOURCE, STOCHASTIC, ASM)
     wk = (tl.program_id(0) * K + tl.arange(0, K))[None, :] * 8
     wb = (tl.program_id(1) * W + tl.arange(0, W))[:, None]
     muls = ()
@@ -183,24 +172,26 @@ def quantize_columns(
             out = tl.where(used, out, 0.0)
         tl.store(scales_ptr + ((lead * columns + c) * blocks + b), out, mask=ok)
 
-    draws = ()
-    for i in tl.static_range(8):
-        if STOCHASTIC:
-            e_row = row + i
+    places = ()  # of the draws of each token
+    key = (0, 0, 0, 0, 0)
+    if STOCHASTIC:
+        key = load_key(key_ptr)
+        for i in tl.static_range(8):
+            e_row = row
+            further = draw_columns.to(tl.int64) * i
             if HAS_ROWS:
-                e_row = tl.load(rows_ptr + e_row, mask=inside & (first + i < count), other=0)
-            draws = draws + (
-                draw_words(e_row * draw_columns + column, 0, load_key(key_ptr), tag.to(tl.uint32), ALIGNED),
-            )
-        else:
-            draws = draws + ((0, 0, 0, 0),)
+                e_row = tl.load(rows_ptr + (row + i), mask=inside & (first + i < count), other=0)
+                further = 0
+            places = places + ((e_row * draw_columns + column, further),)
 
     if E2M1:
         finish_e2m1(
             raws,
             sfs,
             sdecs,
-            draws,
+            places,
+            key,
+            tag.to(tl.uint32),
             muls,
             bads,
             scales,
@@ -216,6 +207,7 @@ def quantize_columns(
             values_ptr,
             BLOCK,
             STOCHASTIC,
+            ALIGNED,
             VALUES,
             SOURCE,
             OUT_BF16,
@@ -227,7 +219,9 @@ def quantize_columns(
             raws,
             sfs,
             sdecs,
-            draws,
+            places,
+            key,
+            tag.to(tl.uint32),
             muls,
             bads,
             scales,
@@ -244,6 +238,7 @@ def quantize_columns(
             SCALE,
             BLOCK,
             STOCHASTIC,
+            ALIGNED,
             VALUES,
             SOURCE,
             OUT_BF16,

@@ -1,13 +1,14 @@
 """Codes back to values, and the outer decode scale of each row."""
 # mypy: ignore-errors
-# ruff: noqa: RUF005 -- Triton adds tuples but does not unpack them
+# ruff: noqa: RUF005, RET505 -- Triton adds tuples, does not unpack them, and wants an else after a return
 
 import triton
 import triton.language as tl
 
 from nybble.kernels.cuda import scales as rule
-from nybble.kernels.cuda.elements import e4m3_values, value
-from nybble.kernels.cuda.registers import load_e4m3, store_values
+from nybble.kernels.cuda.elements import e4m3_values
+from nybble.kernels.cuda.nvfp4 import load_factor, load_nvfp4, nvfp4_values
+from nybble.kernels.cuda.registers import store_values
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -25,22 +26,29 @@ def row_decode_scales(
 
 
 @triton.jit
-def eight_values(codes_ptr, at, mask, E2M1: tl.constexpr, ASM: tl.constexpr):
-    """FP32 values, without any scale, of the eight codes number `at` behind codes_ptr (int32 words)."""
-    q = ()
-    if E2M1:
-        word = tl.load(codes_ptr + at, mask=mask, other=0).to(tl.uint32, bitcast=True)
-        for j in tl.static_range(8):
-            field = (word << (22 - 4 * j)) if j < 6 else (word >> (4 * j - 22))
-            sign = (word << (28 - 4 * j)) & 0x80000000
-            q = q + (value((field & 0x01C00000) | sign) * 2.0**126,)
+def eight_values(
+    codes_ptr, at, scales_ptr, scale_at, mask, E2M1: tl.constexpr, SCALE: tl.constexpr, ASM: tl.constexpr
+):
+    """FP32 values, without the outer scale, of the eight codes number `at` behind codes_ptr (int32 words)."""
+    if SCALE == rule.E4M3:
+        factor = load_factor(scales_ptr, scale_at, mask, ASM)
+        return nvfp4_values(load_nvfp4(codes_ptr, at, mask), factor, True, ASM)
     else:
-        two = at[:, None] * 2 + tl.arange(0, 2)[None, :]
-        low, high = tl.split(
-            tl.load(codes_ptr + two, mask=mask[:, None], other=0).to(tl.uint32, bitcast=True)
-        )
-        q = e4m3_values(low, ASM) + e4m3_values(high, ASM)
-    return q
+        scale = tl.load(scales_ptr + scale_at, mask=mask, other=0)
+        if SCALE != rule.FP32:
+            scale = rule.e8m0_value(scale.to(tl.uint32))
+        if E2M1:
+            return nvfp4_values(load_nvfp4(codes_ptr, at, mask), scale, True, False)
+        else:
+            two = at[:, None] * 2 + tl.arange(0, 2)[None, :]
+            low, high = tl.split(
+                tl.load(codes_ptr + two, mask=mask[:, None], other=0).to(tl.uint32, bitcast=True)
+            )
+            q = e4m3_values(low, ASM) + e4m3_values(high, ASM)
+            out = ()
+            for j in tl.static_range(8):
+                out = out + (q[j] * scale,)
+            return out
 
 
 @triton.jit(do_not_specialize=["words", "block_words", "scale_columns"])
@@ -71,13 +79,7 @@ def decode_rows(
     w = (tl.program_id(1 - ROW_AXIS) * N + tl.arange(0, N)).to(tl.int64)
     mask = w < words
     at = (row // SCALE_ROWS) * scale_columns + w // block_words
-    if SCALE == rule.E4M3:
-        scale = load_e4m3(scales_ptr, at, mask, ASM)
-    elif SCALE == rule.FP32:
-        scale = tl.load(scales_ptr + at, mask=mask, other=0.0)
-    else:
-        scale = rule.e8m0_value(tl.load(scales_ptr + at, mask=mask, other=0).to(tl.uint32))
-    q = eight_values(codes_ptr, row * words + w, mask, E2M1, ASM)
+    q = eight_values(codes_ptr, row * words + w, scales_ptr, at, mask, E2M1, SCALE, ASM)
     s_dec = 1.0
     if SDEC == 1:
         s_dec = tl.load(sdec_ptr)
@@ -85,7 +87,7 @@ def decode_rows(
         s_dec = tl.load(sdec_ptr + row)
     v = ()
     for j in tl.static_range(8):
-        v = v + ((q[j] * scale) * s_dec if SDEC > 0 else q[j] * scale,)
+        v = v + (q[j] * s_dec if SDEC > 0 else q[j],)
     store_values(values_ptr, (to_row * words + w) * 8, v, mask, OUT_BF16, ASM)
 
 

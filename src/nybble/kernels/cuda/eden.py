@@ -155,7 +155,7 @@ def eden_runs(
             first = tl.load(rows_ptr + first, mask=first < height, other=0)
         e = (lead * height + first) * width + j
     draw = one_draw(e, load_key(key_ptr), tag.to(tl.uint32))
-    byte = e4m3_stochastic(tl.minimum(sf * correction, 448.0), draw << 8, ASM, True) >> 24
+    byte = (e4m3_stochastic(tl.minimum(sf * correction, 448.0), draw, False, ASM, True) >> 20) & 0xFF
     byte = tl.where(bad, 0x7F, byte).to(tl.uint32)
 
     stored = lead * across + j

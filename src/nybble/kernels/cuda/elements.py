@@ -35,6 +35,22 @@ def value(b):
 
 
 @triton.jit
+def scaled_magnitude(x, m, ASM: tl.constexpr):
+    """|x| * m, whose absolute value Hopper takes in the product: Triton would mask bits first."""
+    if ASM:
+        return tl.inline_asm_elementwise(
+            "{ .reg .f32 a; abs.f32 a, $1; mul.rn.f32 $0, a, $2; }",
+            "=f,f,f",
+            [x, m],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        return tl.abs(x) * m
+
+
+@triton.jit
 def fma_rz(a, factor: tl.constexpr, addend: tl.constexpr, ASM: tl.constexpr):
     """a * factor + addend rounded towards zero; factor is a power of two, a >= 0, addend > 0."""
     if ASM:
@@ -59,51 +75,45 @@ def e2m1_nearest(a):
 
 
 @triton.jit
-def e2m1_stochastic(a, draw, ASM: tl.constexpr):
-    """uint32 STOCHASTIC_ZERO plus the index; `draw` is r as the bits of an FP32 number. NaN: anything."""
+def draw_of(w, HIGH: tl.constexpr):
+    """The high or the low draw of a word."""
+    return w >> 16 if HIGH else w & 0xFFFF
+
+
+@triton.jit
+def e2m1_stochastic(a, w, HIGH: tl.constexpr, ASM: tl.constexpr):
+    """uint32 STOCHASTIC_ZERO plus the index, by a draw of word w. NaN: anything."""
+    # t = 64 + g + 2^-17 in units of 2^-7; with the draw 64 + g + (2r + 1) / 2^17, then the floor.
     if ASM:
-        # In units of 2^-24: t = 64 + g + 2^-17; with the draw 64 + g + (2r + 1) / 2^17, then the floor.
+        unit = tl.full(w.shape, 0x200 if HIGH else 2, tl.uint32)
         return tl.inline_asm_elementwise(
             """{
             .reg .f32 halves, ones, twos, s;
-            .reg .s32 h, o, w;
-            fma.rz.f32 halves, $1, 0f34000000, 0f36800001;
-            fma.rz.f32 ones, $1, 0f33800000, 0f36840001;
-            fma.rz.f32 twos, $1, 0f33000000, 0f36880001;
+            .reg .b32 h, o, w;
+            fma.rz.f32 halves, $1, 0f3C800000, 0f3F000001;
+            fma.rz.f32 ones, $1, 0f3C000000, 0f3F040001;
+            fma.rz.sat.f32 twos, $1, 0f3B800000, 0f3F080001;
             mov.b32 h, halves;
             mov.b32 o, ones;
             mov.b32 w, twos;
             min.s32 h, h, o;
             min.s32 h, h, w;
+            dp2a.lo.u32.u32 h, $2, $3, h;
             mov.b32 s, h;
-            fma.rz.f32 s, $2, 0f76000000, s;
-            add.rz.sat.f32 s, s, 0f3F7FFFB9;
+            fma.rz.sat.f32 s, s, 0f37000000, 0f3F7FFFB9;
             mov.b32 $0, s;
             }""",
-            "=r,f,f",
-            [a, draw],
+            "=r,f,r,r",
+            [a, w, unit],
             dtype=tl.uint32,
             is_pure=True,
             pack=1,
         )
-    else:
-        halves = bits(fma_rz(a, 2.0, 64.0 + 2.0**-17, ASM)).to(tl.int32)
-        ones = bits(fma_rz(a, 1.0, 66.0 + 2.0**-17, ASM)).to(tl.int32)
-        twos = bits(fma_rz(a, 0.5, 68.0 + 2.0**-17, ASM)).to(tl.int32)
-        g = tl.minimum(tl.minimum(halves, ones), tl.minimum(twos, 0x428E0000)).to(tl.uint32)
-        return ((g + bits(draw) * 2) >> 17 & 15) + STOCHASTIC_ZERO
-
-
-@triton.jit
-def low_draw(w):
-    """The low draw of a word as the bits of an FP32 number."""
-    return value(w & 0xFFFF)
-
-
-@triton.jit
-def high_draw(w):
-    """The high draw."""
-    return value(w >> 16)
+    halves = bits(fma_rz(a, 2.0, 64.0 + 2.0**-17, ASM)).to(tl.int32)
+    ones = bits(fma_rz(a, 1.0, 66.0 + 2.0**-17, ASM)).to(tl.int32)
+    twos = bits(fma_rz(a, 0.5, 68.0 + 2.0**-17, ASM)).to(tl.int32)
+    g = tl.minimum(tl.minimum(halves, ones), tl.minimum(twos, 0x428E0000)).to(tl.uint32)
+    return (((g + draw_of(w, HIGH) * 2) >> 17) & 15) + STOCHASTIC_ZERO
 
 
 @triton.jit
@@ -116,17 +126,17 @@ def e2m1_index(t, STOCHASTIC: tl.constexpr):
 def e2m1_rounded(a, words, j: tl.constexpr, STOCHASTIC: tl.constexpr, ASM: tl.constexpr):
     """A magnitude rounded by `e2m1_nearest`, or by `e2m1_stochastic` with the draw of element j of eight."""
     if STOCHASTIC:
-        return e2m1_stochastic(a, low_draw(words[j // 2]) if j % 2 == 0 else high_draw(words[j // 2]), ASM)
+        return e2m1_stochastic(a, words[j // 2], j % 2 == 1, ASM)
     else:
         return e2m1_nearest(a)
 
 
 @triton.jit
-def e2m1_indices(a, m, words, STOCHASTIC: tl.constexpr, ASM: tl.constexpr):
-    """Eight rounded magnitudes a_j * m."""
+def e2m1_indices(x, m, words, STOCHASTIC: tl.constexpr, ASM: tl.constexpr):
+    """Eight rounded magnitudes |x_j| * m."""
     out = ()
     for j in tl.static_range(8):
-        out = out + (e2m1_rounded(a[j] * m, words, j, STOCHASTIC, ASM),)
+        out = out + (e2m1_rounded(scaled_magnitude(x[j], m, ASM), words, j, STOCHASTIC, ASM),)
     return out
 
 
@@ -143,6 +153,39 @@ def e2m1_word(t, signs, STOCHASTIC: tl.constexpr):
 def e2m1_magnitude(t, STOCHASTIC: tl.constexpr):
     """The FP32 value of a rounded magnitude: an index at bit 22 is a float 2^-126 times too small."""
     return value(e2m1_index(t, STOCHASTIC) << 22) * 2.0**126
+
+
+@triton.jit
+def e2m1_pairs(t, raw, scale, STOCHASTIC: tl.constexpr):
+    """What `e2m1_magnitude` times scale (E4M3) gives with the signs of BF16 pairs `raw`, as BF16 pairs.
+
+    An index at bit 6 is a BF16 number 2^-126 too small. Products are exact, in Hopper's pairs of BF16.
+    """
+    ZERO: tl.constexpr = STOCHASTIC_ZERO if STOCHASTIC else 0x4B000000
+    clear = tl.full(t[0].shape, -(ZERO * 64 + (ZERO << 22)) & 0xFFFFFFFF, tl.uint32)
+    out = ()
+    for k in tl.static_range(4):
+        indices = t[2 * k + 1] * (1 << 22) + (t[2 * k] * 64 + clear)
+        out = out + (
+            tl.inline_asm_elementwise(
+                """{
+                .reg .b32 f, k;
+                .reg .f32 s;
+                mul.rn.f32 s, $3, 0f43000000;
+                cvt.rn.bf16x2.f32 f, s, s;
+                mov.b32 k, 0x7B007B00;
+                mul.rn.bf16x2 k, k, $1;
+                mul.rn.bf16x2 k, k, f;
+                lop3.b32 $0, $2, 0x80008000, k, 0xEA;
+                }""",
+                "=r,r,r,f",
+                [indices, raw[k], scale],
+                dtype=tl.uint32,
+                is_pure=True,
+                pack=1,
+            ),
+        )
+    return out
 
 
 @triton.jit
@@ -191,45 +234,29 @@ def e4m3_byte_nearest(x):
 
 
 @triton.jit
-def e4m3_stochastic(a, draw, ASM: tl.constexpr, CLAMP: tl.constexpr):
-    """uint32 whose highest byte is the E4M3 magnitude; `draw` is 256 r; a <= 448 or clamped so."""
+def e4m3_stochastic(a, w, HIGH: tl.constexpr, ASM: tl.constexpr, CLAMP: tl.constexpr):
+    """uint32 whose bits 20 to 27 are the E4M3 magnitude, by a draw of word w; a <= 448 or clamped so."""
     # On top of the bits: 8, half a unit of the draws, and 8 exponents, which bring the byte's bias to 256.
     p = tl.maximum(
         (bits(a) + 0x04000008).to(tl.int32), bits(fma_rz(a, 128.0, 2.0 + 2.0**-19, ASM)).to(tl.int32)
     )
     if CLAMP:
         p = tl.minimum(p, 0x47E00008)
-    return p.to(tl.uint32) * 16 + draw
-
-
-@triton.jit
-def low_draw8(w, ASM: tl.constexpr):
-    """256 r of the low draw of a word."""
+    p = p.to(tl.uint32)
     if ASM:
+        # The dot product of the word's halves with (16, 0) or (0, 16).
+        unit = tl.full(w.shape, 0x1000 if HIGH else 16, tl.uint32)
         return tl.inline_asm_elementwise(
-            "prmt.b32 $0, $1, 0, 0x4104;", "=r,r", [w], dtype=tl.uint32, is_pure=True, pack=1
+            "dp2a.lo.u32.u32 $0, $1, $2, $3;", "=r,r,r,r", [w, unit, p], dtype=tl.uint32, is_pure=True, pack=1
         )
     else:
-        return (w & 0xFFFF) << 8
-
-
-@triton.jit
-def high_draw8(w, ASM: tl.constexpr):
-    """256 r of the high draw of a word."""
-    if ASM:
-        return tl.inline_asm_elementwise(
-            "prmt.b32 $0, $1, 0, 0x4324;", "=r,r", [w], dtype=tl.uint32, is_pure=True, pack=1
-        )
-    else:
-        return (w >> 16) << 8
+        return p + draw_of(w, HIGH) * 16
 
 
 @triton.jit
 def e4m3_rounded(a, words, j: tl.constexpr, ASM: tl.constexpr, CLAMP: tl.constexpr):
     """`e4m3_stochastic` with the draw of element j of eight."""
-    return e4m3_stochastic(
-        a, low_draw8(words[j // 2], ASM) if j % 2 == 0 else high_draw8(words[j // 2], ASM), ASM, CLAMP
-    )
+    return e4m3_stochastic(a, words[j // 2], j % 2 == 1, ASM, CLAMP)
 
 
 @triton.jit
@@ -256,7 +283,25 @@ def top_bytes(a, b, c, d, ASM: tl.constexpr):
 @triton.jit
 def e4m3_word_stochastic(s0, s1, s2, s3, signs, ASM: tl.constexpr):
     """Four results of `e4m3_stochastic` as bytes; `signs` has their signs at bits 7, 15, 23, 31."""
-    return top_bytes(s0, s1, s2, s3, ASM) | (signs & 0x80808080)
+    if ASM:
+        word = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 lo, hi;
+            prmt.b32 lo, $1, $2, 0x7632;
+            prmt.b32 hi, $3, $4, 0x7632;
+            shl.b32 lo, lo, 4;
+            shl.b32 hi, hi, 4;
+            prmt.b32 $0, lo, hi, 0x7531;
+            }""",
+            "=r,r,r,r,r",
+            [s0, s1, s2, s3],
+            dtype=tl.uint32,
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        word = (s0 >> 20 & 0xFF) | (s1 >> 12 & 0xFF00) | (s2 >> 4 & 0xFF0000) | (s3 << 4 & 0xFF000000)
+    return word | (signs & 0x80808080)
 
 
 @triton.jit

@@ -10,10 +10,10 @@ import triton
 import triton.language as tl
 
 from nybble.kernels.cuda import scales as rule
-from nybble.kernels.cuda.elements import value
 from nybble.kernels.cuda.gates import load_gated, scaled_pairs, swiglu_backward
 from nybble.kernels.cuda.gather import lanes
-from nybble.kernels.cuda.registers import floats, load_e4m3, load_raw, store_values
+from nybble.kernels.cuda.nvfp4 import load_factor, load_nvfp4, nvfp4_values
+from nybble.kernels.cuda.registers import floats, load_raw, store_values
 
 
 @triton.jit(do_not_specialize=["rows", "groups"])
@@ -137,13 +137,10 @@ def swiglu_backward_rows(
             for j in tl.static_range(8):
                 dots += g[j] * h[j]
         if DOT == 2:
-            word = tl.load(h_ptr + row * units + u, mask=mask, other=0).to(tl.uint32, bitcast=True)
-            sf = load_e4m3(h_scales_ptr, row * scale_columns + u // 2, mask, ASM)
+            sf = load_factor(h_scales_ptr, row * scale_columns + u // 2, mask, ASM)
+            h = nvfp4_values(load_nvfp4(h_ptr, row * units + u, mask), sf, True, ASM)
             for j in tl.static_range(8):
-                field = (word << (22 - 4 * j)) if j < 6 else (word >> (4 * j - 22))
-                sign = (word << (28 - 4 * j)) & 0x80000000
-                v = value((field & 0x01C00000) | sign) * 2.0**126
-                dots += g[j] * ((v * sf) * s_dec)
+                dots += g[j] * (h[j] * s_dec)
         if D:
             at = row * units * 16 + u * 8
             half = units.to(tl.int64) * 8
@@ -152,7 +149,7 @@ def swiglu_backward_rows(
             dgate = ()
             dup = ()
             for j in tl.static_range(8):
-                a, b = swiglu_backward(gate[j], up[j], g[j] * weight, GATE_CAP, UP_CAP)
+                a, b = swiglu_backward(gate[j], up[j], g[j] * weight, GATE_CAP, UP_CAP, ASM)
                 dgate = dgate + (a,)
                 dup = dup + (b,)
             store_values(d_ptr, at, dgate, u < units, True, ASM)

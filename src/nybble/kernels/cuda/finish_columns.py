@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from nybble.kernels.cuda import scales as rule
+from nybble.kernels.cuda.draws import draw_words
 from nybble.kernels.cuda.elements import (
     bits,
     e2m1_index,
@@ -18,9 +19,10 @@ from nybble.kernels.cuda.elements import (
     e4m3_values,
     e4m3_word_nearest,
     e4m3_word_stochastic,
+    scaled_magnitude,
     with_sign,
 )
-from nybble.kernels.cuda.registers import join8, store_values
+from nybble.kernels.cuda.registers import advance, join8, store_values
 from nybble.kernels.cuda.sources import column_signs, source_floats, source_magnitudes
 
 
@@ -29,7 +31,9 @@ def finish_e4m3(
     raws,
     sfs,
     sdecs,
-    draws,
+    places,
+    key,
+    tag,
     muls,
     bads,
     scales,
@@ -46,6 +50,7 @@ def finish_e4m3(
     SCALE: tl.constexpr,
     BLOCK: tl.constexpr,
     STOCHASTIC: tl.constexpr,
+    ALIGNED: tl.constexpr,
     VALUES: tl.constexpr,
     SOURCE: tl.constexpr,
     OUT_BF16: tl.constexpr,
@@ -57,7 +62,9 @@ def finish_e4m3(
     K: tl.constexpr = 32 // LANES
     halves = ()
     for h in tl.static_range(2):
-        words = column_words(raws, sfs, sdecs, draws, muls, h, SCALE, STOCHASTIC, SOURCE, ASM)
+        words = column_words(
+            raws, sfs, sdecs, places, key, tag, muls, h, SCALE, STOCHASTIC, ALIGNED, SOURCE, ASM
+        )
         if VALUES:
             store_tokens(
                 values_ptr, words, scales, row, first, count, column, inside, columns, h, OUT_BF16, ASM
@@ -96,12 +103,19 @@ def store_tokens(
     quads = ()
     for j in tl.static_range(8):
         quads = quads + (e4m3_values(words[j], ASM),)
+    values_ptr = advance(values_ptr, row * columns + column, OUT_BF16)
     for i in tl.static_range(4):
         v = ()
         for j in tl.static_range(8):
             v = v + (quads[j][i] * scales[j],)
         mask = inside & (first + (4 * h + i) < count)
-        store_values(values_ptr, (row + (4 * h + i)) * columns + column, v, mask, OUT_BF16, ASM)
+        store_values(values_ptr, columns * (4 * h + i), v, mask, OUT_BF16, ASM)
+
+
+@triton.jit
+def draws_at(place, key, tag, ALIGNED: tl.constexpr):
+    """The draws of eight features at one of `places`."""
+    return draw_words(place[0], place[1], key, tag, ALIGNED)
 
 
 @triton.jit
@@ -109,24 +123,31 @@ def column_words(
     raws,
     sfs,
     sdecs,
-    draws,
+    places,
+    key,
+    tag,
     muls,
     h: tl.constexpr,
     SCALE: tl.constexpr,
     STOCHASTIC: tl.constexpr,
+    ALIGNED: tl.constexpr,
     SOURCE: tl.constexpr,
     ASM: tl.constexpr,
 ):
-    """Eight words, one a feature, of the E4M3 bytes of tokens 4h .. 4h + 3."""
+    """Eight words, one a feature, of the E4M3 bytes of tokens 4h .. 4h + 3.
+
+    `places` says for each token where draws are counted from, as `draw_words` takes it.
+    """
     out = ()
     if STOCHASTIC:
         CLAMP: tl.constexpr = SCALE != rule.E8M0_UP
         s = ()
         for i in tl.static_range(4):
-            a = source_magnitudes(raws[4 * h + i], sfs[4 * h + i], sdecs[4 * h + i], SOURCE)
+            x = source_magnitudes(raws[4 * h + i], sfs[4 * h + i], sdecs[4 * h + i], SOURCE, ASM)
+            draws = draws_at(places[4 * h + i], key, tag, ALIGNED)
             mine = ()
             for j in tl.static_range(8):
-                mine = mine + (e4m3_rounded(a[j] * muls[j], draws[4 * h + i], j, ASM, CLAMP),)
+                mine = mine + (e4m3_rounded(scaled_magnitude(x[j], muls[j], ASM), draws, j, ASM, CLAMP),)
             s = s + (mine,)
         signs = column_signs(raws, 4 * h, SOURCE, ASM)
         for j in tl.static_range(8):
@@ -134,7 +155,7 @@ def column_words(
     else:
         x = ()
         for i in tl.static_range(4):
-            x = x + (source_floats(raws[4 * h + i], sfs[4 * h + i], sdecs[4 * h + i], SOURCE),)
+            x = x + (source_floats(raws[4 * h + i], sfs[4 * h + i], sdecs[4 * h + i], SOURCE, ASM),)
         for j in tl.static_range(8):
             m = muls[j]
             out = out + (e4m3_word_nearest(x[0][j] * m, x[1][j] * m, x[2][j] * m, x[3][j] * m, ASM),)
@@ -146,7 +167,9 @@ def finish_e2m1(
     raws,
     sfs,
     sdecs,
-    draws,
+    places,
+    key,
+    tag,
     muls,
     bads,
     scales,
@@ -162,6 +185,7 @@ def finish_e2m1(
     values_ptr,
     BLOCK: tl.constexpr,
     STOCHASTIC: tl.constexpr,
+    ALIGNED: tl.constexpr,
     VALUES: tl.constexpr,
     SOURCE: tl.constexpr,
     OUT_BF16: tl.constexpr,
@@ -173,12 +197,14 @@ def finish_e2m1(
     K: tl.constexpr = 32 // LANES
     words = ()
     for i in tl.static_range(8):
-        x = source_floats(raws[i], sfs[i], sdecs[i], SOURCE)
+        x = source_floats(raws[i], sfs[i], sdecs[i], SOURCE, ASM)
+        draws = (0, 0, 0, 0)
+        if STOCHASTIC:
+            draws = draws_at(places[i], key, tag, ALIGNED)
         v = ()
         grown = ()
         for j in tl.static_range(8):
-            a = tl.abs(x[j]) * muls[j]
-            t = e2m1_rounded(a, draws[i], j, STOCHASTIC, ASM)
+            t = e2m1_rounded(scaled_magnitude(x[j], muls[j], ASM), draws, j, STOCHASTIC, ASM)
             if VALUES:
                 v = v + (with_sign(e2m1_magnitude(t, STOCHASTIC) * scales[j], x[j]),)
             else:
@@ -186,7 +212,12 @@ def finish_e2m1(
                 grown = grown + (nibble if i == 0 else words[j] | nibble,)
         if VALUES:
             store_values(
-                values_ptr, (row + i) * columns + column, v, inside & (first + i < count), OUT_BF16, ASM
+                advance(values_ptr, row * columns + column, OUT_BF16),
+                columns * i,
+                v,
+                inside & (first + i < count),
+                OUT_BF16,
+                ASM,
             )
         else:
             words = grown

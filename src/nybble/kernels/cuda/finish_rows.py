@@ -14,24 +14,27 @@ from nybble.kernels.cuda.elements import (
     bits,
     e2m1_indices,
     e2m1_magnitude,
+    e2m1_pairs,
     e2m1_word,
     e4m3_rounded,
     e4m3_values,
     e4m3_word_nearest,
     e4m3_word_stochastic,
+    scaled_magnitude,
     value,
     with_sign,
 )
 from nybble.kernels.cuda.registers import (
     advance,
+    bf16_pairs,
     eight,
     floats,
     join4,
     magnitudes,
     sign_bytes,
     sign_nibbles,
+    store_pairs,
     store_values,
-    store_values16,
 )
 
 
@@ -85,6 +88,7 @@ def finish_units(
     `row_bad`: whether a block that is a whole row holds NaN or Inf.
     """
     EACH: tl.constexpr = PACKED or SQUARE > 0  # one `row` a unit
+    PAIRS: tl.constexpr = VALUES and ASM and E2M1 and SCALE == rule.E4M3 and IN_BF16 and OUT_BF16
     if SQUARE == 0 and BLOCK_UNITS > 1:
         most = tl.max(tl.reshape(m.to(tl.int32), (N // BLOCK_UNITS, BLOCK_UNITS)), axis=1)
         most = tl.broadcast_to(most[:, None], (N // BLOCK_UNITS, BLOCK_UNITS))
@@ -166,8 +170,10 @@ def finish_units(
     for c in tl.static_range(CHUNKS):
         x = floats(raws[c], IN_BF16)
         if E2M1:
-            t = e2m1_indices(magnitudes(raws[c], IN_BF16), mul, draws[c], STOCHASTIC, ASM)
-            if VALUES:
+            t = e2m1_indices(x, mul, draws[c], STOCHASTIC, ASM)
+            if PAIRS:
+                values = values + e2m1_pairs(t, raws[c], scale, STOCHASTIC)
+            elif VALUES:
                 for j in tl.static_range(8):
                     values = values + (with_sign(e2m1_magnitude(t[j], STOCHASTIC) * scale, x[j]),)
             if CODES:
@@ -196,7 +202,7 @@ def finish_units(
                 else:
                     to = tl.load(place_ptr + row * COPIES + copy).to(tl.int64)
             to_ptr, at = anchor(values_ptr, to * value_stride + tile * (8 * CHUNKS), OUT_BF16, EACH)
-            store_unit(to_ptr, at, u, values, mask, OUT_BF16, CHUNKS, ASM)
+            store_unit(to_ptr, at, u, values, mask, PAIRS, OUT_BF16, CHUNKS, ASM)
     if CODES:
         PER_UNIT: tl.constexpr = CHUNKS if E2M1 else 2 * CHUNKS
         to_ptr, at = anchor(codes_ptr, (row * code_stride + tile) * PER_UNIT, False, EACH)
@@ -217,15 +223,26 @@ def anchor(ptr, start, BF16: tl.constexpr, EACH: tl.constexpr):
 
 @triton.jit
 def store_unit(
-    values_ptr, start, u, values, mask, OUT_BF16: tl.constexpr, CHUNKS: tl.constexpr, ASM: tl.constexpr
+    values_ptr,
+    start,
+    u,
+    values,
+    mask,
+    PAIRS: tl.constexpr,
+    OUT_BF16: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    ASM: tl.constexpr,
 ):
-    """The values of units u of the row that begins at `start`."""
+    """The values of units u of the row that begins at `start`: FP32, or PAIRS of BF16 already."""
     at = start + u * (8 * CHUNKS)
-    if CHUNKS == 2:
-        store_values16(values_ptr, at, values, mask, OUT_BF16, ASM)
+    if OUT_BF16:
+        pairs = values
+        if not PAIRS:
+            pairs = bf16_pairs(values, 4 * CHUNKS, ASM)
+        store_pairs(values_ptr, at, pairs, mask, 4 * CHUNKS)
     else:
         for c in tl.static_range(CHUNKS):
-            store_values(values_ptr, at + 8 * c, eight(values, 8 * c), mask, OUT_BF16, ASM)
+            store_values(values_ptr, at + 8 * c, eight(values, 8 * c), mask, False, ASM)
 
 
 @triton.jit
@@ -251,11 +268,11 @@ def e4m3_words(
     if STOCHASTIC:
         # Under the rounded-up scale nothing exceeds 448 by enough to round beyond it.
         CLAMP: tl.constexpr = SCALE != rule.E8M0_UP
-        a = magnitudes(raw, BF16)
+        x = floats(raw, BF16)
         signs = sign_bytes(raw, BF16, ASM)
         s = ()
         for j in tl.static_range(8):
-            s = s + (e4m3_rounded(a[j] * mul, draws, j, ASM, CLAMP),)
+            s = s + (e4m3_rounded(scaled_magnitude(x[j], mul, ASM), draws, j, ASM, CLAMP),)
         return (
             e4m3_word_stochastic(s[0], s[1], s[2], s[3], signs[0], ASM),
             e4m3_word_stochastic(s[4], s[5], s[6], s[7], signs[1], ASM),

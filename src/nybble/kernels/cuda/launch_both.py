@@ -7,15 +7,14 @@ from torch import Tensor
 
 from nybble.formats import checks, ops
 from nybble.formats.table import Format, get
+from nybble.kernels.direct import Op
 
 if TYPE_CHECKING:
     from nybble.kernels.cuda.launch_rows import Draw
 
-OP = "nybble::fake_quantize_both"
 
-
-@torch.library.custom_op(OP, mutates_args=())
-def fake_quantize_both(
+@torch.library.custom_op("nybble::fake_quantize_both", mutates_args=())
+def _fake_quantize_both(
     x: Tensor,
     format: str,
     dtype: torch.dtype,
@@ -58,6 +57,9 @@ def twice(
         x, format, dtype, -2, rounding, "tensor", key, layer, operand_columns, rows, offs
     )
     return first, second
+
+
+fake_quantize_both = Op(_fake_quantize_both)
 
 
 @fake_quantize_both.register_fake

@@ -7,7 +7,7 @@ import triton.language as tl
 
 from nybble.kernels.cuda import scales as rule
 from nybble.kernels.cuda.decode import eight_values
-from nybble.kernels.cuda.registers import load_e4m3, store_values
+from nybble.kernels.cuda.registers import store_values
 from nybble.kernels.cuda.rows import flat, of_row
 
 
@@ -50,11 +50,7 @@ def unpack_rows(
             row = of_row(places_ptr + j, t * PARTS, inside, FLAT).to(tl.int64)
             mask = inside & (row >= 0)
         at = row * row_bytes + scale_start + w // BLOCK_WORDS
-        if SCALE == rule.E4M3:
-            scale = load_e4m3(bytes_ptr, at, mask, ASM)
-        else:
-            scale = rule.e8m0_value(tl.load(bytes_ptr + at, mask=mask, other=0).to(tl.uint32))
-        q = eight_values(codes_ptr, row * row_units + w, mask, E2M1, ASM)
+        q = eight_values(codes_ptr, row * row_units + w, bytes_ptr, at, mask, E2M1, SCALE, ASM)
         s_dec = 1.0
         if OUTER_MAX > 0:
             present = mask if FLAT else row >= 0
@@ -62,7 +58,7 @@ def unpack_rows(
             s_dec = tl.div_rn(1.0, rule.encode_scale(amax, OUTER_MAX))
         v = ()
         for i in tl.static_range(8):
-            x = (q[i] * scale) * s_dec if OUTER_MAX > 0 else q[i] * scale
+            x = q[i] * s_dec if OUTER_MAX > 0 else q[i]
             if PARTS > 0:
                 x = tl.where(mask, x, 0.0) + (0.0 if j == 0 else total[i])
             v = v + (x,)

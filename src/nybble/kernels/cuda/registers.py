@@ -9,7 +9,7 @@ moves 16 bytes a memory instruction.
 import triton
 import triton.language as tl
 
-from nybble.kernels.cuda.elements import bits, e4m3_value, top_bytes, value
+from nybble.kernels.cuda.elements import bits, top_bytes, value
 
 
 @triton.jit
@@ -46,12 +46,13 @@ def advance(ptr, elements, BF16: tl.constexpr):
 def load_raw(x_ptr, offset, mask, BF16: tl.constexpr):
     """Eight elements from `offset`, a multiple of 8: four uint32 of pairs, or eight FP32. 0 where masked."""
     four = tl.arange(0, 4)[None, :]
+    at = advance(x_ptr, offset, BF16)[:, None]
     if BF16:
-        p = tl.load(x_ptr + ((offset >> 1)[:, None] + four), mask=mask[:, None], other=0)
+        p = tl.load(at + four, mask=mask[:, None], other=0)
         return split4(p.to(tl.uint32, bitcast=True))
     else:
-        low = tl.load(x_ptr + (offset[:, None] + four), mask=mask[:, None], other=0.0)
-        high = tl.load(x_ptr + (offset[:, None] + (four + 4)), mask=mask[:, None], other=0.0)
+        low = tl.load(at + four, mask=mask[:, None], other=0.0)
+        high = tl.load(at + (four + 4), mask=mask[:, None], other=0.0)
         return split4(low) + split4(high)
 
 
@@ -80,8 +81,7 @@ def magnitudes(raw, BF16: tl.constexpr):
     if BF16:
         out = ()
         for k in tl.static_range(4):
-            p = raw[k] & 0x7FFF7FFF
-            out = out + (value(p << 16), value(p & 0xFFFF0000))
+            out = out + (tl.abs(value(raw[k] << 16)), value(raw[k] & 0x7FFF0000))
         return out
     else:
         out = ()
@@ -140,22 +140,26 @@ def sign_nibbles(raw, BF16: tl.constexpr, ASM: tl.constexpr):
 
 @triton.jit
 def max_pairs(a, b, ASM: tl.constexpr):
-    """Maxima of the two unsigned halves of two uint32."""
+    """Pairs of BF16 whose magnitudes are the larger of two pairs' (NaN above Inf); their signs are noise."""
     if ASM:
         return tl.inline_asm_elementwise(
-            "max.u16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.uint32, is_pure=True, pack=1
+            "max.NaN.xorsign.abs.bf16x2 $0, $1, $2;",
+            "=r,r,r",
+            [a, b],
+            dtype=tl.uint32,
+            is_pure=True,
+            pack=1,
         )
     else:
-        return tl.maximum(a & 0xFFFF, b & 0xFFFF) | (tl.maximum(a >> 16, b >> 16) << 16)
+        return tl.maximum(a & 0x7FFF, b & 0x7FFF) | tl.maximum(a & 0x7FFF0000, b & 0x7FFF0000)
 
 
 @triton.jit
 def magnitude(raw, BF16: tl.constexpr, ASM: tl.constexpr):
-    """Bits of the largest magnitude of eight elements, NaN above Inf: a pair of BF16, or FP32 (uint32)."""
+    """The largest magnitude of eight elements, NaN above Inf: a result of `max_pairs`, or FP32 bits."""
     if BF16:
         a, b, c, d = raw
-        low: tl.constexpr = 0x7FFF7FFF
-        return max_pairs(max_pairs(a & low, b & low, ASM), max_pairs(c & low, d & low, ASM), ASM)
+        return max_pairs(max_pairs(a, b, ASM), max_pairs(c, d, ASM), ASM)
     else:
         m = bits(raw[0]) & 0x7FFFFFFF
         for j in tl.static_range(1, 8):
@@ -179,10 +183,17 @@ def max_magnitudes(a, b, BF16: tl.constexpr, ASM: tl.constexpr):
 
 
 @triton.jit
+def pair_bits(m):
+    """FP32 bits of the two magnitudes of a result of `max_pairs`."""
+    return (m & 0x7FFF) << 16, m & 0x7FFF0000
+
+
+@triton.jit
 def magnitude_bits(m, BF16: tl.constexpr):
     """FP32 bits of a result of `magnitude`."""
     if BF16:
-        return umax(m << 16, m & 0x7FFF0000)
+        low, high = pair_bits(m)
+        return umax(low, high)
     else:
         return m
 
@@ -232,20 +243,34 @@ def times(raw, factor, BF16: tl.constexpr, ASM: tl.constexpr):
 
 
 @triton.jit
+def bf16_pairs(v, COUNT: tl.constexpr, ASM: tl.constexpr):
+    """COUNT pairs of twice as many FP32."""
+    out = ()
+    for k in tl.static_range(COUNT):
+        out = out + (bf16_pair(v[2 * k], v[2 * k + 1], ASM),)
+    return out
+
+
+@triton.jit
+def store_pairs(out_ptr, offset, p, mask, COUNT: tl.constexpr):
+    """4 or 8 pairs of BF16 to `offset` (in elements), through an int32 pointer.
+
+    Eight go in one store, which Triton brings to a dense layout through shared memory.
+    """
+    at = advance(out_ptr, offset, True)[:, None] + tl.arange(0, COUNT)[None, :]
+    joined = join4(p[0], p[1], p[2], p[3]) if COUNT == 4 else join8(p)
+    tl.store(at, joined.to(tl.int32, bitcast=True), mask=mask[:, None])
+
+
+@triton.jit
 def store_values(out_ptr, offset, v, mask, BF16: tl.constexpr, ASM: tl.constexpr):
     """Eight FP32 to `offset` (in elements), as BF16 pairs through an int32 pointer or as they are."""
-    four = tl.arange(0, 4)[None, :]
     if BF16:
-        p = join4(
-            bf16_pair(v[0], v[1], ASM),
-            bf16_pair(v[2], v[3], ASM),
-            bf16_pair(v[4], v[5], ASM),
-            bf16_pair(v[6], v[7], ASM),
-        )
-        tl.store(out_ptr + ((offset >> 1)[:, None] + four), p.to(tl.int32, bitcast=True), mask=mask[:, None])
+        store_pairs(out_ptr, offset, bf16_pairs(v, 4, ASM), mask, 4)
     else:
-        tl.store(out_ptr + (offset[:, None] + four), join4(v[0], v[1], v[2], v[3]), mask=mask[:, None])
-        tl.store(out_ptr + (offset[:, None] + (four + 4)), join4(v[4], v[5], v[6], v[7]), mask=mask[:, None])
+        at = advance(out_ptr, offset, False)[:, None] + tl.arange(0, 4)[None, :]
+        tl.store(at, join4(v[0], v[1], v[2], v[3]), mask=mask[:, None])
+        tl.store(at + 4, join4(v[4], v[5], v[6], v[7]), mask=mask[:, None])
 
 
 @triton.jit
@@ -255,47 +280,3 @@ def eight(v, first: tl.constexpr):
     for j in tl.static_range(8):
         out = out + (v[first + j],)
     return out
-
-
-@triton.jit
-def store_values16(out_ptr, offset, v, mask, BF16: tl.constexpr, ASM: tl.constexpr):
-    """Sixteen FP32 likewise. One store, which Triton brings to a dense layout through shared memory."""
-    if BF16:
-        p = ()
-        for k in tl.static_range(8):
-            p = p + (bf16_pair(v[2 * k], v[2 * k + 1], ASM),)
-        at = (offset >> 1)[:, None] + tl.arange(0, 8)[None, :]
-        tl.store(out_ptr + at, join8(p).to(tl.int32, bitcast=True), mask=mask[:, None])
-    else:
-        store_values(out_ptr, offset, eight(v, 0), mask, BF16, ASM)
-        store_values(out_ptr, offset + 8, eight(v, 8), mask, BF16, ASM)
-
-
-@triton.jit
-def load_nvfp4(codes_ptr, word, mask):
-    """Eight E2M1 codes as a uint32."""
-    return tl.load(codes_ptr + word, mask=mask, other=0).to(tl.uint32, bitcast=True)
-
-
-@triton.jit
-def load_e4m3(scales_ptr, offset, mask, ASM: tl.constexpr):
-    """FP32 values of E4M3 bytes."""
-    byte = tl.load(scales_ptr + offset, mask=mask, other=0).to(tl.uint32)
-    if ASM:
-        return tl.inline_asm_elementwise(
-            """{
-            .reg .b16 e, f, z;
-            .reg .b32 h;
-            cvt.u16.u32 e, $1;
-            cvt.rn.f16x2.e4m3x2 h, e;
-            mov.b32 {f, z}, h;
-            cvt.f32.f16 $0, f;
-            }""",
-            "=f,r",
-            [byte],
-            dtype=tl.float32,
-            is_pure=True,
-            pack=1,
-        )
-    else:
-        return e4m3_value(byte)

@@ -70,13 +70,16 @@ def e4m3_multiplier(sf, s_dec, ASM: tl.constexpr):
 def e8m0_byte(m, ELEMENT_MAX: tl.constexpr, SCALE: tl.constexpr):
     """E8M0 byte (uint32) of a block whose amax has the FP32 bits m (uint32); 255 for Inf and NaN."""
     if SCALE == E8M0_UP:
-        b = bits(value(m) * (1.0 / ELEMENT_MAX))
-        byte = (b + tl.where(b < 0x800000, 0x3FFFFF, 0x7FFFFF).to(tl.uint32)) >> 23
+        # Up from any mantissa where b is normal; from more than a half where it is not, and 2 b - 2 is the
+        # lesser, but for b = 0, where it wraps.
+        finite = tl.minimum(m.to(tl.int32), INFINITE).to(tl.uint32)
+        b = bits(value(finite) * (1.0 / ELEMENT_MAX))
+        return tl.minimum(b + 0x7FFFFF, 2 * b - 2) >> 23
     else:
         exponent_of_max: tl.constexpr = 8 if ELEMENT_MAX == 448.0 else 2
         e = (m >> 23).to(tl.int32) - exponent_of_max
         byte = tl.maximum(e, 0).to(tl.uint32)
-    return tl.where(m >= INFINITE, 255, byte).to(tl.uint32)
+        return tl.where(m >= INFINITE, 255, byte).to(tl.uint32)
 
 
 @triton.jit

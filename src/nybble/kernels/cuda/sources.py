@@ -5,16 +5,16 @@
 import triton
 import triton.language as tl
 
-from nybble.kernels.cuda.elements import bits, value
+from nybble.kernels.cuda.elements import bits
+from nybble.kernels.cuda.nvfp4 import load_factor, load_nvfp4, nvfp4_values
 from nybble.kernels.cuda.registers import (
+    advance,
     even_odd_bytes,
     floats,
     high_bytes,
-    load_e4m3,
-    load_nvfp4,
     load_raw,
-    magnitudes,
     max_pairs,
+    pair_bits,
     top_bytes,
     umax,
 )
@@ -25,86 +25,104 @@ NVFP4 = tl.constexpr(2)
 
 
 @triton.jit
-def load_source(
+def load_sources(
     x_ptr,
     codes_ptr,
     scales_ptr,
     sdec_ptr,
     index_ptr,
-    first,
-    i: tl.constexpr,
+    x_start,
     row_stride,
     row,
     columns,
     column,
-    mask,
+    inside,
+    first,
+    count,
     SOURCE: tl.constexpr,
     SDEC_ROWS: tl.constexpr,
     SCALE_ROWS: tl.constexpr,
     HAS_INDEX: tl.constexpr,
     ASM: tl.constexpr,
 ):
-    """(raw, sf, s_dec) of eight features of a thread's token i: pairs, FP32, or a word of codes and scales.
+    """(raws, sfs, sdecs) of eight features of eight tokens: pairs, FP32, or codes and their scales.
 
-    `first` is where its token 0 is: an element of x, or a word of the codes, whose row is `row`. With
-    HAS_INDEX the codes of row r are those of row index[r].
+    `x_start` (int64) is the element of x where its token 0 begins; codes are those of its row `row`, or with
+    HAS_INDEX of row index[row]. Tokens from `count` on are 0.
     """
+    raws = ()
+    sfs = ()
+    sdecs = ()
     if SOURCE == NVFP4:
-        per_row = (columns + 15) // 16
+        words, per_row = columns >> 3, (columns + 15) >> 4
         if HAS_INDEX:
-            row = tl.load(index_ptr + row + i, mask=mask, other=0).to(tl.int64)
-            word = load_nvfp4(codes_ptr, row * (columns // 8) + column // 8, mask)
-            row -= i
+            index_ptr += row
         else:
-            word = load_nvfp4(codes_ptr, first + i * (columns // 8), mask)
-        if SCALE_ROWS == 1:
-            at = (row * per_row + column // 16) + i * per_row
-        else:
-            at = ((row + i) // SCALE_ROWS) * per_row + column // 16
-        sf = load_e4m3(scales_ptr, at, mask, ASM)
-        s_dec = tl.load(sdec_ptr + row + i, mask=mask, other=0.0) if SDEC_ROWS else tl.load(sdec_ptr)
-        # Codes decode 2^126 too small; the scale takes 2^118 of it and S_dec 2^8: no overflow, one rounding.
-        return (word,), sf * 2.0**118, s_dec * 256.0
+            codes_ptr += row * words + (column >> 3)
+            scales_ptr += (row if SCALE_ROWS == 1 else row * 0) * per_row + (column >> 4)
+            if SDEC_ROWS:
+                sdec_ptr += row
+        for i in tl.static_range(8):
+            mask = inside & (first + i < count)
+            if HAS_INDEX:
+                at = tl.load(index_ptr + i, mask=mask, other=0).to(tl.int64)
+                word = load_nvfp4(codes_ptr, at * words + (column >> 3), mask)
+                sf = load_factor(scales_ptr, (at // SCALE_ROWS) * per_row + (column >> 4), mask, ASM)
+            else:
+                at = i
+                word = load_nvfp4(codes_ptr, i * words, mask)
+                tall = i if SCALE_ROWS == 1 else (row + i) // SCALE_ROWS
+                sf = load_factor(scales_ptr, tall * per_row, mask, ASM)
+            s_dec = tl.load(sdec_ptr + at, mask=mask, other=0.0) if SDEC_ROWS else tl.load(sdec_ptr)
+            raws = raws + ((word,),)
+            sfs = sfs + (sf,)
+            sdecs = sdecs + (s_dec,)
     else:
-        return load_raw(x_ptr, first + i * row_stride, mask, SOURCE == BF16), 0.0, 0.0
+        x_ptr = advance(x_ptr, x_start, SOURCE == BF16)
+        for i in tl.static_range(8):
+            mask = inside & (first + i < count)
+            raws = raws + (load_raw(x_ptr, i * row_stride, mask, SOURCE == BF16),)
+            sfs = sfs + (0.0,)
+            sdecs = sdecs + (0.0,)
+    return raws, sfs, sdecs
 
 
 @triton.jit
-def source_magnitudes(raw, sf, s_dec, SOURCE: tl.constexpr):
-    """Eight magnitudes, FP32."""
+def source_magnitudes(raw, sf, s_dec, SOURCE: tl.constexpr, ASM: tl.constexpr):
+    """Eight magnitudes, FP32; their signs, where x is read, are still theirs."""
     if SOURCE == NVFP4:
+        a = nvfp4_values(raw[0], sf, False, ASM)
         out = ()
         for j in tl.static_range(8):
-            field = (raw[0] << (22 - 4 * j)) if j < 6 else (raw[0] >> (4 * j - 22))
-            out = out + ((value(field & 0x01C00000) * sf) * s_dec,)
-        return out
-    else:
-        return magnitudes(raw, SOURCE == BF16)
-
-
-@triton.jit
-def source_floats(raw, sf, s_dec, SOURCE: tl.constexpr):
-    """Eight signed values, FP32."""
-    if SOURCE == NVFP4:
-        a = source_magnitudes(raw, sf, s_dec, SOURCE)
-        out = ()
-        for j in tl.static_range(8):
-            out = out + (value(bits(a[j]) | ((raw[0] << (28 - 4 * j)) & 0x80000000)),)
+            out = out + (a[j] * s_dec,)
         return out
     else:
         return floats(raw, SOURCE == BF16)
 
 
 @triton.jit
-def tile_maxima(raws, sfs, sdecs, SOURCE: tl.constexpr, ASM: tl.constexpr):
+def source_floats(raw, sf, s_dec, SOURCE: tl.constexpr, ASM: tl.constexpr):
+    """Eight signed values, FP32."""
+    if SOURCE == NVFP4:
+        x = nvfp4_values(raw[0], sf, True, ASM)
+        out = ()
+        for j in tl.static_range(8):
+            out = out + (x[j] * s_dec,)
+        return out
+    else:
+        return floats(raw, SOURCE == BF16)
+
+
+@triton.jit
+def tile_maxima(raws, sfs, sdecs, SOURCE: tl.constexpr, STOCHASTIC: tl.constexpr, ASM: tl.constexpr):
     """Bits of the largest magnitude of each of eight features over a thread's eight tokens; NaN above Inf."""
     out = ()
     if SOURCE == BF16:
         for k in tl.static_range(4):
-            m = raws[0][k] & 0x7FFF7FFF
+            m = raws[0][k]
             for i in tl.static_range(1, 8):
-                m = max_pairs(m, raws[i][k] & 0x7FFF7FFF, ASM)
-            out = out + (m << 16, m & 0x7FFF0000)
+                m = max_pairs(m, raws[i][k], ASM)
+            out = out + pair_bits(m)
     elif SOURCE == FP32:
         for j in tl.static_range(8):
             m = bits(raws[0][j]) & 0x7FFFFFFF
@@ -112,15 +130,26 @@ def tile_maxima(raws, sfs, sdecs, SOURCE: tl.constexpr, ASM: tl.constexpr):
                 m = umax(m, bits(raws[i][j]) & 0x7FFFFFFF)
             out = out + (m,)
     else:
-        most = source_magnitudes(raws[0], sfs[0], sdecs[0], SOURCE)
-        for i in tl.static_range(1, 8):
-            a = source_magnitudes(raws[i], sfs[i], sdecs[i], SOURCE)
+        # The products that rounding takes too: magnitudes where it is stochastic, else signed values.
+        for i in tl.static_range(8):
+            if STOCHASTIC:
+                a = source_magnitudes(raws[i], sfs[i], sdecs[i], SOURCE, ASM)
+            else:
+                a = source_floats(raws[i], sfs[i], sdecs[i], SOURCE, ASM)
             larger = ()
             for j in tl.static_range(8):
-                larger = larger + (tl.maximum(most[j], a[j], propagate_nan=tl.PropagateNan.ALL),)
-            most = larger
-        for j in tl.static_range(8):
-            out = out + (bits(most[j]) & 0x7FFFFFFF,)
+                if STOCHASTIC:
+                    larger = larger + (bits(a[j]) if i == 0 else umax(out[j], bits(a[j])),)
+                elif i == 0:
+                    larger = larger + (tl.abs(a[j]),)
+                else:
+                    larger = larger + (tl.maximum(out[j], tl.abs(a[j]), propagate_nan=tl.PropagateNan.ALL),)
+            out = larger
+        if not STOCHASTIC:
+            larger = ()
+            for j in tl.static_range(8):
+                larger = larger + (bits(out[j]) & 0x7FFFFFFF,)
+            out = larger
     return out
 
 
