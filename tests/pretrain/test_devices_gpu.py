@@ -1,5 +1,5 @@
 """A hundred steps of `tiny` on a GPU and on a CPU from one seed: the same operands, and the same losses but
-for the order of FP32 additions."""
+for the order of FP32 additions and for activations, which a GPU rounds to BF16 between products."""
 
 from typing import Any
 
@@ -88,7 +88,9 @@ def same(a: Tensor, b: Tensor) -> bool:
 
 
 def test_a_hundred_steps_on_a_gpu_are_those_of_a_cpu():
-    """Operands of step 1 byte for byte, given what goes into them; losses to accumulation noise."""
+    """Operands of step 1 byte for byte, given what goes into them; losses to noise: 1024 tokens average the
+    roundings of BF16, 2^-9 each, to some 2^-14 of the first loss.
+    """
     cpu, calls = train("cpu")
     assert len(calls.seen) > 20
     for func, args, kwargs, outputs in calls.seen:
@@ -103,6 +105,6 @@ def test_a_hundred_steps_on_a_gpu_are_those_of_a_cpu():
     gap = (gpu - cpu).abs() / cpu
     print(f"step 1: {len(calls.seen)} and {len(on_gpu.seen)} calls; losses {cpu[0]:.4f} to {cpu[-1]:.4f}")
     print(f"relative gap: step 1 {gap[0]:.2e}, largest {gap.max():.2e}, mean {gap.mean():.2e}")
-    assert gap[0] < 1e-5
+    assert gap[0] < 2e-4
     assert gap.max() < 1e-2
     assert cpu[-1] < cpu[0] - 1

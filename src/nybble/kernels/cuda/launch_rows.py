@@ -196,8 +196,8 @@ def quantize_rows(
     height = max(1, n // max(pow2(units), block_units)) if tiles * loops == 1 else 1
     across, axis = grid(count, tiles) if height == 1 else ((cdiv(count, height), 1), 0)
     plain = outer == row_kernel.OUTER_NONE.value and all(a is None for a in (gated, offs, values))
-    if plain and not whole and tiles > 1 and units % n and units % block_units == 0:
-        # The last tile of each row would be idle for the most part.
+    if plain and not whole and tiles > 1 and units % n and units % block_units == 0 and width < 1 << 31:
+        # The last tile of each row would be idle for the most part. Places in a row have 32 bits here.
         height, loops, across, axis = 0, 1, (cdiv(count * units, n), 1), 0
     out_bf16 = values is not None and values.dtype == torch.bfloat16
     code_stride, scale_stride, amax_stride = strides or (units, cdiv(units, max(1, block_units)), 1)
