@@ -12,7 +12,20 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from nybble import formats
 from nybble.formats import Operand as Role
-from nybble.layers.operand import FP8, NATIVE, Codes, Draw, Values, cast, decode, encode, recast, shape_of
+from nybble.layers.operand import (
+    FP8,
+    NATIVE,
+    Codes,
+    Draw,
+    Values,
+    cast,
+    cast_both,
+    decode,
+    encode,
+    one_read,
+    recast,
+    shape_of,
+)
 from nybble.recipes import OPERANDS, GemmTable
 
 VALUES_LIMIT = {"cpu": 64 << 20, "cuda": 512 << 20}
@@ -157,11 +170,17 @@ class Weight(NamedTuple):
     def _compute_sharing(
         self, name: str, weight: Tensor, key: Tensor, dtype: torch.dtype, kept: dict[str, Codes | Values]
     ) -> Values:
-        """`_compute`, with the codes of fprop handed on to dgrad, which saves two reads of the weight on a
-        GPU."""
+        """`_compute`, which on a GPU hands on to dgrad what saves it reads of the weight: its operand, where
+        both come from one read, or the codes of fprop."""
         gemms = self.spec.gemms
-        forward = gemms.dgrad.w.source == "forward" and gemms.fprop.w.quantised and gemms.dgrad.w.quantised
-        if weight.device.type != "cuda" or not forward:
+        if weight.device.type != "cuda":
+            return self._compute(name, weight, key, dtype)
+        original = gemms.dgrad.w.source == "original"
+        trained = name == "fprop" and weight.requires_grad and self.codes is None and dtype == torch.bfloat16
+        if trained and original and one_read(gemms.fprop.w, gemms.dgrad.w):
+            values, kept["dgrad"] = cast_both(weight.detach(), gemms.fprop.w, dtype)
+            return values
+        if original or not (gemms.fprop.w.quantised and gemms.dgrad.w.quantised):
             return self._compute(name, weight, key, dtype)
         if name == "fprop":
             codes = self._codes(name, weight, key)

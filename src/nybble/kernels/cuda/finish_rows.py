@@ -81,7 +81,7 @@ def finish_units(
     CHUNKS: tl.constexpr,
     ASM: tl.constexpr,
 ):
-    """Scale, round and store the units u (int32) of one tile, counted from unit `tile` of their row.
+    """Scale, round and store the units u of one tile, counted from unit `tile` of their row.
 
     m is the magnitude (bits) of each unit, or of its block where blocks are square. What belongs to a row is
     a scalar, or holds one a unit if PACKED; if blocks are square, `row` and `e_row` do, and `tile` is 0.

@@ -107,7 +107,7 @@ def flat(tile, n, units, N: tl.constexpr):
     first = tile.to(tl.int64) * N
     row = first // units
     place = (first - row * units).to(tl.int32) + n
-    return row + place // units, place % units
+    return row + place // units, (place % units).to(tl.int64)
 
 
 @triton.jit

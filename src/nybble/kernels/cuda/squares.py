@@ -52,7 +52,7 @@ def quantize_squares(
     lead = tl.program_id(2).to(tl.int64)
     n = tl.arange(0, N)
     r = (tl.program_id(1) * SQUARE + n // WIDE).to(tl.int64)
-    u = tl.program_id(0) * WIDE + n % WIDE
+    u = (tl.program_id(0) * WIDE + n % WIDE).to(tl.int64)
     mask = (r < count) & (u < units)
     start = lead * lead_stride + r * row_stride
     raws = (load_raw(x_ptr, start + u * (8 * CHUNKS), mask, IN_BF16),)
