@@ -70,6 +70,26 @@ def test_without_noise_the_costs_are_exact():
     assert "- by compute, 3 sizes, 2 seeds: 2.0" in report
 
 
+def test_on_a_ladder_tokens_grow_with_size():
+    """Loss falls with compute alone: at equal tokens by sizes too, on a ladder by what it says."""
+    found = []
+    for size, preset in enumerate("abc"):
+        for recipe, share in (("bf16", 0.5), ("bf16", 1.0), ("bf16", 2.0), ("four", 1.0)):
+            compute = TOKENS * share * 6e6 * 4**size
+            cost = 1.05 if recipe == "four" else 1.0
+            loss = LAW.loss(compute / 6e6 / cost) + (5.0 if (preset, share) == ("c", 2.0) else 0.0)
+            known = {"preset": preset, "recipe": recipe, "seed": 0, "tokens": int(TOKENS * share)}
+            found.append(RunSummary(**known, share=share, flops_per_token=6e6 * 4**size, val_loss=loss))
+    ladder = {"a": 0.5, "b": 1.0, "c": 1.0}
+    (law,) = [fit for fit in fits(found, "bf16", ladder) if fit.along == "compute"]
+    assert list(law.points) == [TOKENS * 6e6 * times for times in (0.5, 4, 16)]
+    results = compare(found, "bf16", range(1), rungs=ladder)
+    costs = [result.compute_cost.mean for result in results if result.recipe == "four"]
+    assert costs == pytest.approx([5, 5, 5], abs=0.1)
+    # What lies beyond the recipes' own length has no part in costs in tokens.
+    assert [len(fit.points) for fit in fits(found, "bf16") if fit.along == "tokens"] == [2, 2, 2]
+
+
 def test_the_picture_has_a_row_for_each_size_and_one_for_all_of_several(tmp_path):
     heights = []
     for presets in (("a",), ("a", "b", "c")):

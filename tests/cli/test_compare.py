@@ -123,6 +123,8 @@ def test_a_dry_run_writes_nothing(data: Path, tmp_path: Path, capsys: pytest.Cap
     assert "micro: 6 runs of up to 8 steps and 256 tokens" in out
     assert "6 of 6 runs to make" in out
     assert "floating-point operations" in out
+    assert main(words(data, tmp_path / "new", "--dry-run", "--ladder", "2")) == 0
+    assert "micro: 8 runs of up to 16 steps and 512 tokens" in capsys.readouterr().out
     assert not (tmp_path / "new").exists()
 
 
@@ -282,6 +284,8 @@ def test_without_checkpoints_a_run_leaves_its_figures_alone(
         (["--seeds", "0"], "seeds is 0"),
         (["--lengths", "0.5,2"], "lengths is '0.5,2'; each must be a share"),
         (["--lengths", "half"], "write numbers with commas"),
+        (["--ladder", "0.5,1"], "ladder is '0.5,1', but there are 1 presets; give each one length"),
+        (["--ladder", "0"], "ladder is '0'; each must be a share of the steps, above 0"),
         (["--steps", "-1"], "steps is -1"),
     ],
 )

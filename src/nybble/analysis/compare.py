@@ -1,6 +1,6 @@
 """What recipes cost against a baseline: gaps between runs of the same seed, in loss, tokens and compute."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from nybble.analysis.fit import Interval, PowerLaw, equivalent_cost, fit_power_law, interval, jackknife
@@ -49,13 +49,19 @@ class Fit:
     """None where the loss does not fall."""
 
 
-def fits(runs: Sequence[RunSummary], baseline: str) -> list[Fit]:
+Rungs = Mapping[str, float]
+"""At which length each size is compared in compute, as a share; 1 where a size is not named."""
+EQUAL: Rungs = {}
+"""All sizes at the length of the recipes' runs, and so with equal tokens."""
+
+
+def fits(runs: Sequence[RunSummary], baseline: str, rungs: Rungs = EQUAL) -> list[Fit]:
     """The laws from which costs are read: in tokens for each size of several lengths, and in compute."""
     found = [
         ("tokens", preset, token_points(runs, preset, baseline))
         for preset in dict.fromkeys(run.preset for run in runs)
     ]
-    found.append(("compute", "", compute_points(runs, baseline)))
+    found.append(("compute", "", compute_points(runs, baseline, rungs)))
     return [
         Fit(
             along=along,
@@ -74,12 +80,13 @@ def compare(
     baseline: str,
     seeds: Iterable[int],
     planned: Iterable[tuple[str, str]] | None = None,
+    rungs: Rungs = EQUAL,
 ) -> list[Result]:
     """A result for each (preset, recipe) of `planned`, also where no run is done; None takes the runs'."""
     wanted = tuple(seeds)
     whole = {(run.preset, run.recipe, run.seed): run for run in runs if run.share == 1}
     pairs = dict.fromkeys(((p, r) for p, r, _ in whole) if planned is None else planned)
-    return [_result(preset, recipe, whole, list(runs), baseline, wanted) for preset, recipe in pairs]
+    return [_result(preset, recipe, whole, list(runs), baseline, wanted, rungs) for preset, recipe in pairs]
 
 
 def _result(
@@ -89,6 +96,7 @@ def _result(
     runs: list[RunSummary],
     baseline: str,
     seeds: tuple[int, ...],
+    rungs: Rungs,
 ) -> Result:
     ours = {seed: whole[preset, recipe, seed] for seed in seeds if (preset, recipe, seed) in whole}
     base = {seed: whole[preset, baseline, seed] for seed in seeds if (preset, baseline, seed) in whole}
@@ -130,7 +138,7 @@ def _result(
         loss=interval(list(ended.values())),
         gap_percent=None if is_base else interval(relative),
         token_cost=None if is_base else cost(token_points(runs, preset, baseline), lambda run: run.tokens),
-        compute_cost=None if is_base else cost(compute_points(runs, baseline), lambda run: run.flops),
+        compute_cost=None if is_base else cost(compute_points(runs, baseline, rungs), lambda run: run.flops),
         accuracy=interval(answered),
         domains={} if is_base else {n: found for n, v in by_domain.items() if (found := interval(v))},
         missing=tuple(seed for seed in seeds if seed not in gaps),
@@ -139,14 +147,14 @@ def _result(
 
 
 def token_points(runs: Sequence[RunSummary], preset: str, baseline: str) -> Points:
-    """The baseline's final losses against tokens, of its runs of all lengths at one size."""
-    chosen = [run for run in runs if (run.preset, run.recipe) == (preset, baseline)]
+    """The baseline's final losses against tokens, of its runs at one size up to the recipes' length."""
+    chosen = [run for run in runs if (run.preset, run.recipe) == (preset, baseline) and run.share <= 1]
     return _complete([(run.seed, run.tokens, run.val_loss) for run in chosen])
 
 
-def compute_points(runs: Sequence[RunSummary], baseline: str) -> Points:
-    """The baseline's final losses against compute, of its whole runs at all sizes."""
-    chosen = [run for run in runs if run.recipe == baseline and run.share == 1]
+def compute_points(runs: Sequence[RunSummary], baseline: str, rungs: Rungs = EQUAL) -> Points:
+    """The baseline's final losses against compute, of its runs at all sizes, one length each."""
+    chosen = [run for run in runs if run.recipe == baseline and run.share == rungs.get(run.preset, 1)]
     return _complete([(run.seed, run.flops, run.val_loss) for run in chosen])
 
 

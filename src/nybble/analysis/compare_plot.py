@@ -66,7 +66,8 @@ def _draw_curves(axes: Any, curves: Sequence[Curve], recipe: str, colour: str) -
 
 
 def _draw_sizes(axes: Any, runs: Sequence[RunSummary], fit: Fit, colour: dict[str, str]) -> None:
-    """The mean final loss of each recipe at each size over the seeds of the baseline's law, and that law."""
+    """The mean final loss of each recipe at each size over the seeds of the baseline's law, that law, and
+    rings at the points that it goes through."""
     for recipe, shade in colour.items():
         losses: dict[float, list[float]] = {}
         for run in runs:
@@ -80,6 +81,8 @@ def _draw_sizes(axes: Any, runs: Sequence[RunSummary], fit: Fit, colour: dict[st
         low, high = min(fit.points), max(fit.points)
         x = [low * (high / low) ** (step / 60) for step in range(61)]
         axes.plot(x, [fit.law.loss(at) for at in x], color="#6b7280", linewidth=1)
+    points = {"marker": "o", "markersize": 7, "linewidth": 0, "fillstyle": "none"}
+    axes.plot(list(fit.points), list(fit.points.values()), color="#6b7280", **points)
     axes.set_xscale("log")
     axes.tick_params(which="minor", labelbottom=False)
 

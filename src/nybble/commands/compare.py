@@ -42,12 +42,15 @@ class CompareConfig:
     """Optimiser steps of a run; 0 is a third of the preset's own."""
     lengths: str = "0.5,0.75"
     """Further lengths of the baseline, as shares of the steps: they give its loss by tokens."""
+    ladder: str = ""
+    """Lengths of the baseline, one a preset, from which its loss by compute is taken, as shares of the steps:
+    0.5,1,2 lets tokens grow with size. Empty is 1 for all: equal tokens."""
     questions: int = 100
     """Multiple-choice questions on held-out text for each trained model; 0 for none."""
     batch: int = 0
     """Sequences in one forward pass; 0 is the preset's own."""
     sequence: int = 0
-    """Tokens in one sequence; 0 is the preset's own. Sizes compared in compute should see the same tokens."""
+    """Tokens in one sequence; 0 is the preset's own. Sizes compared in compute should have equal ones."""
     jobs: int = 0
     """Runs at a time; 0 is one a core, or one on a GPU. Each has one thread on a CPU; several GPUs are taken
     in turn."""
@@ -83,6 +86,8 @@ class CompareConfig:
             raise ConfigError(
                 f"lengths is {self.lengths!r}; each must be a share of the steps, above 0 and below 1"
             )
+        if any(share <= 0 for share in self.rungs.values()):
+            raise ConfigError(f"ladder is {self.ladder!r}; each must be a share of the steps, above 0")
 
     @property
     def recipe_names(self) -> list[str]:
@@ -90,12 +95,24 @@ class CompareConfig:
 
     @property
     def shares(self) -> list[float]:
-        try:
-            return sorted({float(word) for word in self.lengths.split(",") if word.strip()})
-        except ValueError:
+        return sorted(set(_numbers("lengths", self.lengths)))
+
+    @property
+    def rungs(self) -> dict[str, float]:
+        """The length of each preset on the ladder."""
+        found = _numbers("ladder", self.ladder) or [1.0] * len(self.presets)
+        if len(found) != len(self.presets):
             raise ConfigError(
-                f"lengths is {self.lengths!r}; write numbers with commas between them"
-            ) from None
+                f"ladder is {self.ladder!r}, but there are {len(self.presets)} presets; give each one length"
+            )
+        return dict(zip(self.presets, found, strict=True))
+
+
+def _numbers(name: str, text: str) -> list[float]:
+    try:
+        return [float(word) for word in text.split(",") if word.strip()]
+    except ValueError:
+        raise ConfigError(f"{name} is {text!r}; write numbers with commas between them") from None
 
 
 def main(arguments: list[str]) -> int:
@@ -145,8 +162,8 @@ def write_report(config: CompareConfig, tasks: list[Task]) -> str:
         raise ConfigError(f"out: no run is done in {config.out}; leave out --report-only to make some")
     baseline, seeds = tasks[0].label, range(config.seeds)
     planned = dict.fromkeys((task.config.preset, task.label) for task in tasks)
-    results = compare(runs, baseline, seeds, planned)
-    laws = fits(runs, baseline)
+    results = compare(runs, baseline, seeds, planned, config.rungs)
+    laws = fits(runs, baseline, config.rungs)
     report = markdown(results, baseline, seeds, _about(config, tasks, runs), laws)
     config.out.mkdir(parents=True, exist_ok=True)
     (config.out / "report.md").write_text(report, encoding="utf-8")
@@ -173,7 +190,8 @@ def _about(config: CompareConfig, tasks: list[Task], runs: list[RunSummary]) -> 
     ]
     lines += dict.fromkeys(run.made_on for run in runs if run.made_on)
     lines += [
-        f"data {config.data}, {config.seeds} seeds; baseline also at {config.lengths or 'no'} of the steps",
+        f"data {config.data}, {config.seeds} seeds; baseline also at {config.lengths or 'no'} of the steps"
+        + (f", and by compute at {config.ladder}" if config.ladder else ""),
         f"made by `{_command(config)}`",
     ]
     if len(runs) < len(tasks):

@@ -53,8 +53,9 @@ def plan(config: CompareConfig) -> list[Task]:
     tasks = []
     for seed in range(config.seeds):
         for preset in config.presets:
+            lengths = sorted({*config.shares, config.rungs[preset]} - {1.0})
             for label, name in recipes.items():
-                for share in [*config.shares, 1.0] if label == baseline else [1.0]:
+                for share in [*lengths, 1.0] if label == baseline else [1.0]:
                     part = "" if share == 1 else f"-of-{share:g}"
                     settings = dataclasses.replace(
                         _settings(config, preset, share),
@@ -142,11 +143,11 @@ def describe(tasks: list[Task], left: list[Task], jobs: int) -> list[str]:
     lines = []
     for preset in dict.fromkeys(task.config.preset for task in tasks):
         mine = [task for task in tasks if task.config.preset == preset]
-        whole = next(task for task in mine if task.share == 1)
+        longest = max(mine, key=lambda task: task.share)
         lines.append(
-            f"{preset}: {len(mine)} runs of up to {whole.config.schedule.steps} steps and {whole.tokens:,} "
+            f"{preset}: {len(mine)} runs of up to {longest.config.schedule.steps} steps and {longest.tokens:,} "
             f"tokens, {sum(task.tokens for task in mine):,} in all; "
-            f"{whole.flops_per_token / 6e6:.1f} M weights a token"
+            f"{longest.flops_per_token / 6e6:.1f} M weights a token"
         )
     work = sum(task.tokens * task.flops_per_token for task in left)
     lines.append(
