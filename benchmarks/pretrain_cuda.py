@@ -13,7 +13,7 @@ import dataclasses
 import gc
 import json
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from nybble.layers import convert, refresh, set_step
 from nybble.models import Inkling2ForCausalLM, presets
 from nybble.pretrain.captured import Captured
 from nybble.pretrain.flops import model_flops
+from nybble.recipes import load_recipe
 
 PEAK_BF16 = 989e12
 
@@ -44,6 +45,8 @@ class Config:
     """Compile Nybble's model whole; the other sides always are."""
     graph: bool = False
     """Launch a step as a CUDA graph, as `nybble pretrain --graph`."""
+    keep_activations: bool = False
+    """Keep gate and up of experts rather than compute them again, as `nybble pretrain --keep-activations`."""
     profile: Path | None = None
     """Write the kernels of one step of each side, by time, to files in this folder."""
     json: Path | None = None
@@ -148,7 +151,8 @@ class Side:
             self.model = modeling_inkling2.Inkling2ForCausalLM(shape).cuda()
         else:
             self.model = Inkling2ForCausalLM(shape).cuda()
-            convert(self.model, name)
+            recipe = load_recipe(name)
+            convert(self.model, replace(recipe, keep="activations") if config.keep_activations else recipe)
         self.flops = model_flops(
             Inkling2ForCausalLM(shape) if not self.quantised else self.model, config.sequence
         )

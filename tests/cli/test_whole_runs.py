@@ -17,8 +17,13 @@ from micro import add_preset, make_data
 from transformers import AutoTokenizer, Inkling2ForCausalLM
 
 from nybble.cli import main
+from nybble.data import Dataset
+from nybble.layers import Experts
 from nybble.models import presets
+from nybble.pretrain.config import PretrainConfig
 from nybble.pretrain.metrics import TIMING_FIELDS, read
+from nybble.pretrain.start import build_model
+from nybble.recipes import load_recipe
 
 FLAGS = ["--val-every", "4", "--val-batches", "1", "--save-every", "2", "--log-every", "1"]
 
@@ -70,11 +75,17 @@ def wait_for(process: subprocess.Popen[str], condition: Any) -> None:
 def test_sigkill_and_resume_write_the_metrics_of_a_run_never_killed(
     data: Path, whole: Path, tmp_path: Path, moment: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The killed run checkpoints activations and the whole one does not: that too leaves every bit alone."""
+    """What the killed run keeps for its backward pass differs from the whole one's: that too leaves every
+    bit alone.
+    """
     out = tmp_path / "killed"
-    process = start(data, out, "--activation-checkpointing")
+    keeps = {
+        "after a step": "--keep-activations",
+        "while a checkpoint is written": "--activation-checkpointing",
+    }
+    process = start(data, out, keeps[moment])
     metrics = out / "metrics.jsonl"
-    if moment == "after a step":
+    if early:
         wait_for(process, lambda: metrics.exists() and metrics.read_bytes().count(b"\n") >= 3)
     else:
         unfinished = out / "checkpoints" / ".unfinished-step_00000004"
@@ -104,6 +115,13 @@ def test_sigterm_saves_and_ends_with_143_and_nothing_on_stderr(
     assert saved == [f"step_{len(read(out / 'metrics.jsonl')):08d}"]
     # Warm-up aside the schedule is the same for any number of steps, and this run is still in it.
     assert rows(out)[0]["loss"] == rows(whole)[0]["loss"]
+
+
+def test_keep_activations_reaches_the_experts(data: Path) -> None:
+    for keep, flags in (("recompute", {}), ("activations", {"keep_activations": True})):
+        config = PretrainConfig(preset="micro", data=data, **flags)
+        model, _ = build_model(config, Dataset.open(data), load_recipe("inkling"), torch.device("meta"))
+        assert {module.keep for module in model.modules() if isinstance(module, Experts)} == {keep}
 
 
 def test_a_run_leaves_what_the_reader_needs(whole: Path) -> None:

@@ -213,6 +213,10 @@ class PretrainConfig:
     """Keep only each layer's input and compute the layer again in the backward pass: same bits, less
     memory.
     """
+    keep_activations: bool = False
+    """Keep the outputs of the experts' gate and up in 16 bits, where the recipe would compute them again in
+    the backward pass: same bits, more memory, less time.
+    """
     batch: BatchConfig = field(default_factory=BatchConfig)
     optimiser: OptimiserConfig = field(default_factory=OptimiserConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)

@@ -129,6 +129,8 @@ def build_model(
         model.to(torch.bfloat16)
     model.to(device)
     steps, legs = config.schedule.steps, config.parallel.legs
+    if config.keep_activations:
+        recipe = dataclasses.replace(recipe, keep="activations")
     report = convert(model, recipe, steps=steps, mesh=mesh, monitor=monitor, legs=legs)
     model.checkpoint_layers(config.activation_checkpointing)
     if config.compile:
