@@ -79,11 +79,8 @@ def test_sigkill_and_resume_write_the_metrics_of_a_run_never_killed(
     bit alone.
     """
     out = tmp_path / "killed"
-    keeps = {
-        "after a step": "--keep-activations",
-        "while a checkpoint is written": "--activation-checkpointing",
-    }
-    process = start(data, out, keeps[moment])
+    early = moment == "after a step"
+    process = start(data, out, "--keep-activations" if early else "--activation-checkpointing")
     metrics = out / "metrics.jsonl"
     if early:
         wait_for(process, lambda: metrics.exists() and metrics.read_bytes().count(b"\n") >= 3)

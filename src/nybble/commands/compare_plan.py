@@ -145,8 +145,8 @@ def describe(tasks: list[Task], left: list[Task], jobs: int) -> list[str]:
         mine = [task for task in tasks if task.config.preset == preset]
         longest = max(mine, key=lambda task: task.share)
         lines.append(
-            f"{preset}: {len(mine)} runs of up to {longest.config.schedule.steps} steps and {longest.tokens:,} "
-            f"tokens, {sum(task.tokens for task in mine):,} in all; "
+            f"{preset}: {len(mine)} runs of up to {longest.config.schedule.steps} steps and "
+            f"{longest.tokens:,} tokens, {sum(task.tokens for task in mine):,} in all; "
             f"{longest.flops_per_token / 6e6:.1f} M weights a token"
         )
     work = sum(task.tokens * task.flops_per_token for task in left)
