@@ -249,3 +249,25 @@ def test_square_blocks_serve_both_passes_with_one_quantised_weight():
     q = reference.quantize(lin.weight, "nvfp4-16x16", -1, outer="matrix")
     w = reference.dequantize(*q, "nvfp4-16x16", -1, lin.weight.shape, torch.float32, "matrix")
     torch.testing.assert_close(x.grad, dy @ w)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_operands_of_both_axes_from_one_read_are_those_of_two(monkeypatch):
+    """On a GPU a gradient, and a weight, that MXFP8 takes along both axes are read once."""
+    x, dy = (torch.randn(200, n, device="cuda", dtype=torch.bfloat16) for n in (64, 96))
+
+    def grads():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 96, bias=False)).cuda()
+        convert(model, "mxfp8")
+        set_step(model, STEP, MICRO, seed=SEED)
+        a = x.clone().requires_grad_()
+        y = model(a)
+        y.backward(dy)
+        return y, a.grad, model[0].weight.grad
+
+    once = grads()
+    for module in ("linear", "weights"):
+        monkeypatch.setattr(f"nybble.layers.{module}.one_read", lambda *_: False)
+    assert all(torch.equal(a, b) for a, b in zip(once, grads(), strict=True))

@@ -60,7 +60,7 @@ def unpack_rows(
         for i in tl.static_range(8):
             x = q[i] * s_dec if OUTER_MAX > 0 else q[i]
             if PARTS > 0:
-                x = tl.where(mask, x, 0.0) + (0.0 if j == 0 else total[i])
+                x = x + (0.0 if j == 0 else total[i])  # a row that is not there was read as zeros
             v = v + (x,)
         total = v
     store_values(values_ptr, (t * words + w) * 8, total, inside, OUT_BF16, ASM)
