@@ -115,7 +115,13 @@ def finish_units(
             mul4 = rule.e4m3_multiplier(sf4, s_dec, ASM)
         else:
             byte, sf = rule.round_e4m3(amax_b * (s_enc * (1.0 / 6.0)), ASM)
-        mul = rule.e4m3_multiplier(sf, s_dec, ASM)
+        if ASM and not PACKED:
+            if outer_amax > 2.0**-100 and outer_amax < 2.0**100:
+                mul = rule.usual_multiplier(sf, s_dec)
+            else:
+                mul = rule.e4m3_multiplier(sf, s_dec, ASM)
+        else:
+            mul = rule.e4m3_multiplier(sf, s_dec, ASM)
         byte = tl.where(bad, 0x7F, byte).to(tl.uint32)
         scale = tl.where(bad, float("nan"), sf)
     elif SCALE == rule.FP32:

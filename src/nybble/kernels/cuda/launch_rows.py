@@ -188,7 +188,9 @@ def quantize_rows(
     units = width // unit
     block_units = 0 if fmt.block_cols is None else fmt.block_cols // unit
     whole = outer == row_kernel.OUTER_ROW.value or block_units == 0
-    n, warps, loops = tile or choose_tile(count, units, unit, whole, draw.stochastic, gated is not None)
+    n, warps, loops = tile or choose_tile(
+        count, units, unit, whole, draw.stochastic, values is not None, gated is not None
+    )
     n = max(n, block_units)
     loops = cdiv(units, n) if whole else loops
     tiles = 1 if whole else cdiv(units, n * loops)
@@ -256,16 +258,18 @@ def quantize_rows(
 
 
 def choose_tile(
-    rows: int, units: int, unit: int, whole: bool, stochastic: bool, gated: bool
+    rows: int, units: int, unit: int, whole: bool, stochastic: bool, values: bool, gated: bool
 ) -> tuple[int, int, int]:
     """(units of a tile, warps, tiles a program).
 
-    32 elements a thread, tile after tile, where much is computed; 64 at once to keep memory busy; 16 of a
-    SwiGLU, whose threads hold as much again of what it is computed from.
+    32 elements a thread, tile after tile, where much is computed; 64 at once to keep memory busy; 16 where
+    threads hold more besides: the values of a row, what a SwiGLU is computed from.
     """
-    each = 16 if gated else 32 if stochastic or (unit == 8 and not whole) else 64
-    cap = (4096 if stochastic else 8192) // unit if whole else 128 * each // unit
+    small = gated or (values and whole)
+    each = 16 if small else 32 if stochastic or (unit == 8 and not whole) else 64
+    # A SwiGLU is not computed twice up to 8192 elements: such a row is one tile.
+    cap = (4096 if (stochastic or values) and not gated else 8192) // unit if whole else 128 * each // unit
     n = max(128, min(pow2(units), cap))
-    warps = max(1, min(16 if gated else 4, n * unit // (32 * each)))
+    warps = max(1, min(16 if small else 4, n * unit // (32 * each)))
     many = rows * units >= 4 * n * ENOUGH_PROGRAMS
     return n, warps, 4 if stochastic and unit == 16 and many and not whole and units >= 4 * n else 1

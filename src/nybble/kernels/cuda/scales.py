@@ -27,6 +27,25 @@ def reciprocal(x, ASM: tl.constexpr):
 
 
 @triton.jit
+def quick_reciprocal(x):
+    """The same for x = 0, which gives NaN, and for normal x up to 2^125, by Hopper's own steps for those."""
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .f32 r, e;
+        rcp.approx.ftz.f32 r, $1;
+        fma.rn.f32 e, $1, r, 0fBF800000;
+        neg.f32 e, e;
+        fma.rn.f32 $0, r, e, r;
+        }""",
+        "=f,f",
+        [x],
+        dtype=tl.float32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
 def encode_scale(amax, OUTER_MAX: tl.constexpr):
     """S_enc of an outer amax."""
     s = tl.minimum(tl.div_rn(tl.full(amax.shape, OUTER_MAX, tl.float32), amax), FLT_MAX)
@@ -64,6 +83,12 @@ def round_e4m3(x, ASM: tl.constexpr):
 def e4m3_multiplier(sf, s_dec, ASM: tl.constexpr):
     """What elements are multiplied by under an NVFP4 block scale of value sf."""
     return tl.minimum(reciprocal(sf * s_dec, ASM), FLT_MAX)
+
+
+@triton.jit
+def usual_multiplier(sf, s_dec):
+    """The same on Hopper, of an outer amax between 2^-100 and 2^100."""
+    return tl.minimum(quick_reciprocal(sf * s_dec), FLT_MAX)  # the minimum of NaN is the other
 
 
 @triton.jit
