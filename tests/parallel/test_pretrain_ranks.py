@@ -118,16 +118,28 @@ def test_the_exchanges_are_in_the_metrics(two):
 
 
 def test_a_killed_rank_ends_the_run_and_a_restart_is_exact(folder, two):
-    job = ranks.start(2, run_cases.pretrain, words(folder, "killed"), 3)
+    _store, environment = ranks.launcher()
+    job = ranks.start(2, run_cases.pretrain, words(folder, "killed"), 3, **environment)
     survivor, killed = job.wait(180)
     assert killed == (False, -signal.SIGKILL)
     assert not survivor[0]
     assert "step 4" in str(survivor[1]), survivor  # in steps from 1, as they are printed
     assert len(rows(folder / "killed")) == 3
-    # The launcher repeats the command, and says that it is a restart.
-    again = ranks.start(2, run_cases.pretrain, words(folder, "killed"), TORCHELASTIC_RESTART_COUNT="1")
+    # The launcher repeats the command; that of a second machine would not count it as a restart.
+    again = ranks.start(2, run_cases.pretrain, words(folder, "killed"), **environment)
     assert [ok for ok, _ in again.wait(180)] == [True, True]
     assert rows(folder / "killed") == rows(two)
+
+
+def test_a_refused_start_that_the_launcher_repeats_leaves_a_finished_run_alone(folder, two):
+    _store, environment = ranks.launcher()
+    shutil.copytree(two, folder / "finished")
+    for count in "01":
+        job = ranks.start(
+            2, run_cases.pretrain, words(folder, "finished"), TORCHELASTIC_RESTART_COUNT=count, **environment
+        )
+        assert all(not ok and "already holds a run" in text for ok, text in job.wait(120))
+    assert rows(folder / "finished") == rows(two)
 
 
 def test_a_checkpoint_of_two_ranks_goes_on_with_one(folder, one, two):

@@ -3,11 +3,14 @@
 import json
 import os
 import signal
+import threading
 import time
 
 import pytest
+import torch
 import torch.distributed as dist
 
+from nybble.parallel import ticks
 from nybble.parallel import watch as module
 from nybble.parallel.watch import Watch
 
@@ -133,3 +136,45 @@ def test_progress_is_no_slowness(watched, capsys):
             time.sleep(0.03)
     assert not ends
     assert not capsys.readouterr().err
+
+
+def test_ticks_are_reached_in_order_and_beyond_their_numbers(monkeypatch):
+    monkeypatch.setattr(ticks, "NUMBERS", 8)
+    counter = ticks.Ticks(torch.device("cpu"))  # which has no queue: a tick is reached at once
+    named = [counter.queue() for _ in range(20)]
+    assert all(counter.reached(tick) for tick in named[-4:])
+    assert not counter.reached((named[-1] + 1) % 8)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_stream_that_is_stuck_and_full_does_not_hold_up_the_watch():
+    watch, device, stop = Watch(), torch.device("cuda"), threading.Event()
+    x, answers = torch.zeros(8, device=device), []
+
+    def ask() -> None:
+        while not stop.wait(0.02):
+            started = time.monotonic()
+            _, _, waits = watch.position()
+            answers.append((time.monotonic() - started, waits))
+
+    thread = threading.Thread(target=ask)
+    for cycles in (1, 4_000_000_000):  # two seconds; what is made once is there by then
+        torch.cuda._sleep(cycles)
+        with watch.waiting("layer 3, combine", device):
+            pass
+        if cycles == 1:
+            torch.cuda.synchronize()
+            thread.start()
+    started = time.monotonic()
+    for _ in range(4000):
+        x.add_(1)
+    held_up = time.monotonic() - started
+    torch.cuda.synchronize()
+    waits = watch.position()[2]
+    stop.set()
+    thread.join()
+    assert held_up > 0.5
+    assert max(seconds for seconds, _ in answers) < 0.3
+    assert any(waited for _, waited in answers)
+    assert not waits

@@ -10,6 +10,7 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -27,23 +28,43 @@ GRACE_S = 60.0
 """How much later than the watch the backend gives up by itself."""
 
 
+_BEGAN = "nybble/began"
+
+
+@dataclass(frozen=True)
+class Start:
+    """One start of a job: its launcher repeats the command when a rank has failed, or ranks come or go."""
+
+    again: bool
+    """Whether an earlier start began the run, so that this one goes on with it. The launcher's count of
+    restarts does not tell: those of several machines count differently, and a start that was refused counts.
+    """
+    store: dist.Store | None = None
+    """Of the launcher; None for a process alone."""
+
+    def began(self) -> None:
+        """Tells later starts that the run has begun."""
+        if self.store is not None:
+            self.store.set(_BEGAN, "")
+
+
 @contextmanager
-def joined(device: torch.device, watch: Watch, *, slow_s: float, timeout_s: float) -> Iterator[None]:
+def joined(device: torch.device, watch: Watch, *, slow_s: float, timeout_s: float) -> Iterator[Start]:
     """Within it this process is one of the ranks that the launcher's environment names; alone it is nothing.
 
     Only rank 0 prints to stdout. `slow_s` and `timeout_s`: after how long a wait for other ranks is reported,
     and after how long it ends the process.
     """
     if not together.launched():
-        yield
+        yield Start(together.restarted())
         return
     backend = "gloo"
     if device.type == "cuda":
         torch.cuda.set_device(device)
         backend = "cpu:gloo,cuda:nccl"
     limit = datetime.timedelta(seconds=timeout_s + GRACE_S)
-    store, rank, world = next(dist.rendezvous("env://", timeout=limit))
-    store = meet(store, rank, world, slow_s=slow_s, timeout_s=timeout_s)
+    outer, rank, world = next(dist.rendezvous("env://", timeout=limit))
+    store = meet(outer, rank, world, slow_s=slow_s, timeout_s=timeout_s)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=limit)
     watch.start(_own_store(), rank, world, slow_s=slow_s, timeout_s=timeout_s)
     try:
@@ -51,7 +72,7 @@ def joined(device: torch.device, watch: Watch, *, slow_s: float, timeout_s: floa
             if rank != 0:
                 nothing = stack.enter_context(open(os.devnull, "w", encoding="utf-8"))
                 stack.enter_context(contextlib.redirect_stdout(nothing))
-            yield
+            yield Start(together.on_main(lambda: outer.check([_BEGAN])), outer)
     except NybbleError as error:
         raise _said_once(error, store, rank) from error.__cause__
     finally:

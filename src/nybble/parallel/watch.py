@@ -23,6 +23,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from nybble.parallel.ticks import Ticks
+
 BEAT_S = 1.0
 DEAD_S = 60.0
 """A heart that stands still for so long is dead: longer than the interpreter is ever held up by compiling."""
@@ -73,7 +75,8 @@ class Watch:
 
     def __init__(self) -> None:
         self.step = 0
-        self._waits: deque[tuple[str, float, torch.cuda.Event | None]] = deque()
+        self._waits: deque[tuple[str, float, int | None]] = deque()
+        self._ticks: Ticks | None = None
         self._progress = time.monotonic()
         self._lock = threading.Lock()
         self._stop = threading.Event()
@@ -117,24 +120,29 @@ class Watch:
         with self._lock:
             self._waits.append(entry)
         yield
+        tick = None
+        if device is not None and device.type == "cuda":
+            self._ticks = self._ticks or Ticks(device)
+            tick = self._ticks.queue()  # may wait for room in a stream that is stuck, but not with the lock
         with self._lock:
             self._progress = time.monotonic()
             self._waits.remove(entry)
-            if device is not None and device.type == "cuda":
-                event = torch.cuda.Event()
-                event.record()
-                self._waits.append((*entry[:2], event))
+            if tick is not None:
+                self._waits.append((*entry[:2], tick))
 
     def position(self) -> tuple[str, float, bool]:
         """(where this rank is, for how many seconds, whether it waits there for an exchange)."""
         with self._lock:
-            while self._waits and (event := self._waits[0][2]) is not None and event.query():
+            while self._waits and self._passed(self._waits[0][2]):
                 self._waits.popleft()
                 self._progress = time.monotonic()
             if self._waits:
                 place, since, _ = self._waits[0]
                 return place, time.monotonic() - since, True
             return f"step {self.step}, between exchanges", time.monotonic() - self._progress, False
+
+    def _passed(self, tick: int | None) -> bool:
+        return tick is not None and self._ticks is not None and self._ticks.reached(tick)
 
     def _run(
         self,

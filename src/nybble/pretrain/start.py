@@ -19,7 +19,7 @@ from nybble.errors import ConfigError
 from nybble.layers import Report
 from nybble.models import CausalLM, presets
 from nybble.parallel import Mesh, Monitor, convert, make_mesh, shard
-from nybble.parallel.launch import check_agreement, joined, named_loss, rank_device
+from nybble.parallel.launch import Start, check_agreement, joined, named_loss, rank_device
 from nybble.pretrain import metrics
 from nybble.pretrain.config import PretrainConfig
 from nybble.pretrain.configfile import dump_run, flatten
@@ -50,21 +50,22 @@ def pretrain(
         torch.set_num_threads(config.threads)
     monitor, exchanges = Monitor(), config.parallel
     limits = {"slow_s": exchanges.slow_exchange, "timeout_s": exchanges.exchange_limit}
-    with joined(device, monitor.watch, **limits):
-        return _pretrain(config, device, monitor, resume=resume, overwrite=overwrite, finish=finish)
+    with joined(device, monitor.watch, **limits) as start:
+        if start.again and (config.run_folder / "config.toml").is_file():
+            resume, overwrite = True, False  # the launcher repeats the command of the run's beginning
+        return _pretrain(config, device, monitor, start, resume=resume, overwrite=overwrite, finish=finish)
 
 
 def _pretrain(
     config: PretrainConfig,
     device: torch.device,
     monitor: Monitor,
+    start: Start,
     *,
     resume: bool,
     overwrite: bool,
     finish: Finish | None,
 ) -> int:
-    if together.restarted() and (config.run_folder / "config.toml").is_file():
-        resume, overwrite = True, False  # the launcher repeats the command of the run's beginning
     dataset = Dataset.open(config.data)
     recipe = load_recipe(config.recipe)
     settings = digest({k: v for k, v in flatten(config).items() if k not in ("data", "out", "threads")})
@@ -73,6 +74,7 @@ def _pretrain(
     mesh = _mesh(config, device)
     model, report = build_model(config, dataset, recipe, device, mesh, monitor)
     run = RunFolder(config.run_folder, resume=resume, overwrite=overwrite)
+    start.began()
     session = Session(
         config=config,
         run=run,
@@ -86,12 +88,12 @@ def _pretrain(
         copies=mesh is not None and mesh.copies,
     )
     try:
-        start = session.restore() if resume else None
+        restored = session.restore() if resume else None
         numerics = numerics_status(device)
         run.write("config.toml", dump_run(dataclasses.replace(config, out=run.path), "pretrain"))
         run.write("env.json", environment(device, numerics, together.world()))
         run.write("precision.txt", report.table())
-        _introduce(session, report, mesh, dataset, numerics, start if resume else None, resume)
+        _introduce(session, report, mesh, dataset, numerics, restored, resume)
         if together.is_main():
             session.sinks += open_sinks(config.log, run.path, flatten(config), session.step)
         with StopRequest() as stop, named_loss(monitor.watch):
@@ -209,7 +211,7 @@ def _introduce(
     mesh: Mesh | None,
     dataset: Dataset,
     status: str,
-    start: Path | None,
+    restored: Path | None,
     resume: bool,
 ) -> None:
     config = session.config
@@ -227,8 +229,8 @@ def _introduce(
         f"unigram entropy of the held-out text {dataset.splits['val'].unigram_entropy:.4f} nats a token"
     )
     print(f"run     {session.run.path}, {config.schedule.steps} steps, {tokens} tokens")
-    if start is not None:
-        print(f"resume  from {start}")
+    if restored is not None:
+        print(f"resume  from {restored}")
     elif resume:
         print("resume  no checkpoint was saved yet, so from the first step")
 

@@ -21,7 +21,7 @@ from nybble.data.tokenizer import SMALLEST_VOCAB, train_tokenizer
 from nybble.errors import ConfigError
 from nybble.models import presets
 from nybble.parallel import Monitor, convert, make_mesh, shard
-from nybble.parallel.launch import check_agreement, joined, named_loss, rank_device
+from nybble.parallel.launch import Start, check_agreement, joined, named_loss, rank_device
 from nybble.pretrain import metrics
 from nybble.pretrain.config import (
     BatchConfig,
@@ -106,15 +106,22 @@ def fine_tune(config: SFTConfig, *, resume: bool = False, overwrite: bool = Fals
     if config.threads:
         torch.set_num_threads(config.threads)
     monitor, limits = Monitor(), config.parallel
-    with joined(device, monitor.watch, slow_s=limits.slow_exchange, timeout_s=limits.exchange_limit):
-        return _fine_tune(config, device, monitor, resume=resume, overwrite=overwrite)
+    watched = {"slow_s": limits.slow_exchange, "timeout_s": limits.exchange_limit}
+    with joined(device, monitor.watch, **watched) as start:
+        if start.again and (config.out / "config.toml").is_file():
+            resume, overwrite = True, False  # the launcher repeats the command of the run's beginning
+        return _fine_tune(config, device, monitor, start, resume=resume, overwrite=overwrite)
 
 
 def _fine_tune(
-    config: SFTConfig, device: torch.device, monitor: Monitor, *, resume: bool, overwrite: bool
+    config: SFTConfig,
+    device: torch.device,
+    monitor: Monitor,
+    start: Start,
+    *,
+    resume: bool,
+    overwrite: bool,
 ) -> int:
-    if together.restarted() and (config.out / "config.toml").is_file():
-        resume, overwrite = True, False  # the launcher repeats the command of the run's beginning
     task = find_task(config.task)
     trained = starting_model(config, device)
     tokenizer = trained.tokenizer
@@ -133,6 +140,7 @@ def _fine_tune(
     next(data(False))  # a task that cannot be packed fails before the run folder is touched
     trained = share_out(config, trained, device, monitor)
     folder = RunFolder(config.out, resume=resume, overwrite=overwrite)
+    start.began()
     session = Session(
         config=config.session_config(),
         run=folder,

@@ -18,7 +18,7 @@ from nybble.checkpoints.export import ExportConfig, export
 from nybble.checkpoints.hub import TrainedModel, load_model, save_model
 from nybble.checkpoints.identity import digest
 from nybble.errors import ConfigError, DataError
-from nybble.parallel.launch import check_agreement, joined, named_loss, rank_device
+from nybble.parallel.launch import Start, check_agreement, joined, named_loss, rank_device
 from nybble.parallel.watch import Watch
 from nybble.pretrain import metrics
 from nybble.pretrain.configfile import dump_run, flatten
@@ -61,13 +61,15 @@ def reinforce(config: RLConfig, *, resume: bool = False, overwrite: bool = False
     limits = config.session_config().parallel
     watch = Watch()
     with (
-        joined(device, watch, slow_s=limits.slow_exchange, timeout_s=limits.exchange_limit),
+        joined(device, watch, slow_s=limits.slow_exchange, timeout_s=limits.exchange_limit) as start,
         named_loss(watch),
     ):
-        return _reinforce(config, device, resume=resume, overwrite=overwrite)
+        if start.again and (config.out / "config.toml").is_file():
+            resume, overwrite = True, False  # the launcher repeats the command of the run's beginning
+        return _reinforce(config, device, start, resume=resume, overwrite=overwrite)
 
 
-def _reinforce(config: RLConfig, device: torch.device, *, resume: bool, overwrite: bool) -> int:
+def _reinforce(config: RLConfig, device: torch.device, start: Start, *, resume: bool, overwrite: bool) -> int:
     task = find_task(config.task)
     trained = load_model(config.model, config.recipe, device)
     policy = make_policy(config, trained)
@@ -84,6 +86,7 @@ def _reinforce(config: RLConfig, device: torch.device, *, resume: bool, overwrit
         config = dataclasses.replace(config, schedule=dataclasses.replace(config.schedule, steps=steps))
 
     folder = RunFolder(config.out, resume=resume, overwrite=overwrite)
+    start.began()
     position = Position()
     session = Session(
         config=config.session_config(),
@@ -112,7 +115,7 @@ def _reinforce(config: RLConfig, device: torch.device, *, resume: bool, overwrit
         updater = Updater(config, session, policy, trained.tokenizer.pad_id)
         if config.loss.kl > 0:
             updater.keep_reference()
-        start = session.restore() if resume else None
+        restored = session.restore() if resume else None
         together.on_main(lambda: _drop_rollouts(folder.path, session.step if resume else -1))
         run = Run(
             config=config,
@@ -128,7 +131,7 @@ def _reinforce(config: RLConfig, device: torch.device, *, resume: bool, overwrit
         folder.write("config.toml", dump_run(dataclasses.replace(config, out=folder.path), "rl"))
         folder.write("env.json", environment(device, numerics_status(device), together.world()))
         folder.write("precision.txt", policy.table())
-        _introduce(run, trained, start, numerics_status(device))
+        _introduce(run, trained, restored, numerics_status(device))
         if together.is_main():
             session.sinks += open_sinks(config.log, folder.path, flatten(config), session.step)
         with StopRequest() as stop:
@@ -218,7 +221,7 @@ def _drop_rollouts(run: Path, step: int) -> None:
             path.unlink()
 
 
-def _introduce(run: Run, trained: TrainedModel, start: Path | None, status: str) -> None:
+def _introduce(run: Run, trained: TrainedModel, restored: Path | None, status: str) -> None:
     config, policy = run.config, run.policy
     parameters = sum(p.numel() for p in trained.model.parameters())
     print(policy.table())
@@ -235,9 +238,9 @@ def _introduce(run: Run, trained: TrainedModel, start: Path | None, status: str)
         exact = ", batch-invariant: k3 is exactly 0 on policy" if policy.invariant else ""
         print(f"sampler and trainer have the same forward pass{exact}")
     print(f"run     {run.session.run.path}, {config.schedule.steps} steps")
-    if start is not None:
+    if restored is not None:
         part = f" after {run.position.update} updates of a step" if run.position.update else ""
-        print(f"resume  from {start}{part}")
+        print(f"resume  from {restored}{part}")
 
 
 def _conclude(run: Run, rows: Sequence[dict[str, Any]], stop: StopRequest) -> int:
