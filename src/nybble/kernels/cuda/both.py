@@ -8,11 +8,12 @@ import triton.language as tl
 from nybble.kernels.cuda import scales as rule
 from nybble.kernels.cuda.columns import over_lanes, to_lanes
 from nybble.kernels.cuda.draws import load_key
-from nybble.kernels.cuda.elements import e4m3_values
+from nybble.kernels.cuda.e4m3 import e4m3_values
 from nybble.kernels.cuda.finish_columns import column_words, draws_at, store_tokens
 from nybble.kernels.cuda.finish_rows import e4m3_words
-from nybble.kernels.cuda.registers import advance, load_raw, magnitude, magnitude_bits, store_values, times
+from nybble.kernels.cuda.registers import advance, load_raw, magnitude, magnitude_bits, times
 from nybble.kernels.cuda.sources import tile_maxima
+from nybble.kernels.cuda.stores import store_values
 
 
 @triton.jit(do_not_specialize=["tokens", "blocks", "tag_rows", "tag_columns"])

@@ -6,9 +6,9 @@ import triton
 import triton.language as tl
 
 from nybble.kernels.cuda import scales as rule
-from nybble.kernels.cuda.elements import e4m3_values
+from nybble.kernels.cuda.e4m3 import e4m3_values
 from nybble.kernels.cuda.nvfp4 import load_factor, load_nvfp4, nvfp4_values
-from nybble.kernels.cuda.registers import store_values
+from nybble.kernels.cuda.stores import store_values
 
 
 @triton.jit(do_not_specialize=["rows"])

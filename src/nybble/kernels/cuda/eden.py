@@ -11,16 +11,9 @@ import triton.language as tl
 
 from nybble.kernels.cuda import scales as rule
 from nybble.kernels.cuda.draws import block_words, load_key
-from nybble.kernels.cuda.elements import (
-    bits,
-    e2m1_magnitude,
-    e2m1_nearest,
-    e2m1_word,
-    e4m3_stochastic,
-    e4m3_value,
-    value,
-    with_sign,
-)
+from nybble.kernels.cuda.e2m1 import e2m1_magnitude, e2m1_nearest, e2m1_word
+from nybble.kernels.cuda.e4m3 import e4m3_stochastic, e4m3_value
+from nybble.kernels.cuda.elements import bits, value, with_sign
 from nybble.kernels.cuda.registers import eight, sign_nibbles, umax
 
 BLOCK = tl.constexpr(16)

@@ -13,7 +13,8 @@ from nybble.kernels.cuda import scales as rule
 from nybble.kernels.cuda.gates import load_gated, scaled_pairs, swiglu_backward
 from nybble.kernels.cuda.gather import lanes
 from nybble.kernels.cuda.nvfp4 import load_factor, load_nvfp4, nvfp4_values
-from nybble.kernels.cuda.registers import floats, load_raw, store_values
+from nybble.kernels.cuda.registers import floats, load_raw
+from nybble.kernels.cuda.stores import store_values
 
 
 @triton.jit(do_not_specialize=["rows", "groups"])

@@ -10,20 +10,12 @@ import triton.language as tl
 
 from nybble.kernels.cuda import scales as rule
 from nybble.kernels.cuda.draws import draw_words
-from nybble.kernels.cuda.elements import (
-    bits,
-    e2m1_index,
-    e2m1_magnitude,
-    e2m1_rounded,
-    e4m3_rounded,
-    e4m3_values,
-    e4m3_word_nearest,
-    e4m3_word_stochastic,
-    scaled_magnitude,
-    with_sign,
-)
-from nybble.kernels.cuda.registers import advance, join8, store_values
+from nybble.kernels.cuda.e2m1 import e2m1_index, e2m1_magnitude, e2m1_rounded
+from nybble.kernels.cuda.e4m3 import e4m3_rounded, e4m3_values, e4m3_word_nearest, e4m3_word_stochastic
+from nybble.kernels.cuda.elements import bits, scaled_magnitude, with_sign
+from nybble.kernels.cuda.registers import advance, join8
 from nybble.kernels.cuda.sources import column_signs, source_floats, source_magnitudes
+from nybble.kernels.cuda.stores import store_values
 
 
 @triton.jit

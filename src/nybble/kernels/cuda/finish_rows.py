@@ -10,32 +10,11 @@ import triton.language as tl
 
 from nybble.kernels.cuda import scales as rule
 from nybble.kernels.cuda.draws import draw_words
-from nybble.kernels.cuda.elements import (
-    bits,
-    e2m1_indices,
-    e2m1_magnitude,
-    e2m1_pairs,
-    e2m1_word,
-    e4m3_rounded,
-    e4m3_values,
-    e4m3_word_nearest,
-    e4m3_word_stochastic,
-    scaled_magnitude,
-    value,
-    with_sign,
-)
-from nybble.kernels.cuda.registers import (
-    advance,
-    bf16_pairs,
-    eight,
-    floats,
-    join4,
-    magnitudes,
-    sign_bytes,
-    sign_nibbles,
-    store_pairs,
-    store_values,
-)
+from nybble.kernels.cuda.e2m1 import e2m1_indices, e2m1_magnitude, e2m1_pairs, e2m1_word
+from nybble.kernels.cuda.e4m3 import e4m3_rounded, e4m3_values, e4m3_word_nearest, e4m3_word_stochastic
+from nybble.kernels.cuda.elements import bits, scaled_magnitude, value, with_sign
+from nybble.kernels.cuda.registers import floats, magnitudes, sign_bytes, sign_nibbles
+from nybble.kernels.cuda.stores import anchor, store_unit, store_words
 
 
 @triton.jit
@@ -213,57 +192,6 @@ def finish_units(
         PER_UNIT: tl.constexpr = CHUNKS if E2M1 else 2 * CHUNKS
         to_ptr, at = anchor(codes_ptr, (row * code_stride + tile) * PER_UNIT, False, EACH)
         store_words(to_ptr, at + u * PER_UNIT, words, mask, PER_UNIT)
-
-
-@triton.jit
-def anchor(ptr, start, BF16: tl.constexpr, EACH: tl.constexpr):
-    """(pointer, start) to count elements from: what all units share goes into the pointer.
-
-    What is left to add to it has 32 bits.
-    """
-    if EACH:
-        return ptr, start
-    else:
-        return advance(ptr, start, BF16), 0
-
-
-@triton.jit
-def store_unit(
-    values_ptr,
-    start,
-    u,
-    values,
-    mask,
-    PAIRS: tl.constexpr,
-    OUT_BF16: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    ASM: tl.constexpr,
-):
-    """The values of units u of the row that begins at `start`: FP32, or PAIRS of BF16 already."""
-    at = start + u * (8 * CHUNKS)
-    if OUT_BF16:
-        pairs = values
-        if not PAIRS:
-            pairs = bf16_pairs(values, 4 * CHUNKS, ASM)
-        store_pairs(values_ptr, at, pairs, mask, 4 * CHUNKS)
-    else:
-        for c in tl.static_range(CHUNKS):
-            store_values(values_ptr, at + 8 * c, eight(values, 8 * c), mask, False, ASM)
-
-
-@triton.jit
-def store_words(codes_ptr, index, words, mask, COUNT: tl.constexpr):
-    """COUNT uint32 of each unit to int32 memory, `index` the first."""
-    if COUNT == 1:
-        tl.store(codes_ptr + index, words[0].to(tl.int32, bitcast=True), mask=mask)
-    elif COUNT == 2:
-        at = index[:, None] + tl.arange(0, 2)[None, :]
-        tl.store(codes_ptr + at, tl.join(words[0], words[1]).to(tl.int32, bitcast=True), mask=mask[:, None])
-    else:
-        at = index[:, None] + tl.arange(0, 4)[None, :]
-        for k in tl.static_range(COUNT // 4):
-            w = join4(words[4 * k], words[4 * k + 1], words[4 * k + 2], words[4 * k + 3])
-            tl.store(codes_ptr + (at + 4 * k), w.to(tl.int32, bitcast=True), mask=mask[:, None])
 
 
 @triton.jit

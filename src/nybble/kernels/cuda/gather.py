@@ -4,7 +4,8 @@
 import triton
 import triton.language as tl
 
-from nybble.kernels.cuda.registers import floats, load_raw, store_values, times
+from nybble.kernels.cuda.registers import floats, load_raw, times
+from nybble.kernels.cuda.stores import store_values
 
 
 @triton.jit

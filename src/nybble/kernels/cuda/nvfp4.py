@@ -9,7 +9,8 @@ exact in FP16: six bits, from 2^-10 to 2688.
 import triton
 import triton.language as tl
 
-from nybble.kernels.cuda.elements import e4m3_value, value
+from nybble.kernels.cuda.e4m3 import e4m3_value
+from nybble.kernels.cuda.elements import value
 
 
 @triton.jit

@@ -243,37 +243,6 @@ def times(raw, factor, BF16: tl.constexpr, ASM: tl.constexpr):
 
 
 @triton.jit
-def bf16_pairs(v, COUNT: tl.constexpr, ASM: tl.constexpr):
-    """COUNT pairs of twice as many FP32."""
-    out = ()
-    for k in tl.static_range(COUNT):
-        out = out + (bf16_pair(v[2 * k], v[2 * k + 1], ASM),)
-    return out
-
-
-@triton.jit
-def store_pairs(out_ptr, offset, p, mask, COUNT: tl.constexpr):
-    """4 or 8 pairs of BF16 to `offset` (in elements), through an int32 pointer.
-
-    Eight go in one store, which Triton brings to a dense layout through shared memory.
-    """
-    at = advance(out_ptr, offset, True)[:, None] + tl.arange(0, COUNT)[None, :]
-    joined = join4(p[0], p[1], p[2], p[3]) if COUNT == 4 else join8(p)
-    tl.store(at, joined.to(tl.int32, bitcast=True), mask=mask[:, None])
-
-
-@triton.jit
-def store_values(out_ptr, offset, v, mask, BF16: tl.constexpr, ASM: tl.constexpr):
-    """Eight FP32 to `offset` (in elements), as BF16 pairs through an int32 pointer or as they are."""
-    if BF16:
-        store_pairs(out_ptr, offset, bf16_pairs(v, 4, ASM), mask, 4)
-    else:
-        at = advance(out_ptr, offset, False)[:, None] + tl.arange(0, 4)[None, :]
-        tl.store(at, join4(v[0], v[1], v[2], v[3]), mask=mask[:, None])
-        tl.store(at + 4, join4(v[4], v[5], v[6], v[7]), mask=mask[:, None])
-
-
-@triton.jit
 def eight(v, first: tl.constexpr):
     """Eight entries of a tuple."""
     out = ()

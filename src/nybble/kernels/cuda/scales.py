@@ -5,7 +5,8 @@
 import triton
 import triton.language as tl
 
-from nybble.kernels.cuda.elements import bits, e4m3_byte_nearest, e4m3_value, value
+from nybble.kernels.cuda.e4m3 import e4m3_byte_nearest, e4m3_value
+from nybble.kernels.cuda.elements import bits, value
 
 FLT_MAX = tl.constexpr(3.4028234663852886e38)
 INFINITE = tl.constexpr(0x7F800000)
