@@ -53,6 +53,7 @@ def calls(group: str) -> list[Call]:
             values(x.expand(2, 7, 40), "fp8-row"),
             quantize(hostile(40, 72), "nvfp4-16x16", **stochastic()),
             quantize(hostile(130, 140), "fp8-128x128"),
+            values(hostile(20, 40), "fp8-128x128"),
             values(hostile(2, 16600), "fp8-row"),
             quantize(hostile(2, 4200), "nvfp4", outer="row", **stochastic()),
             quantize(hostile(7, 1032), "nvfp4", outer="row"),

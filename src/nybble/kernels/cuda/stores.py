@@ -65,14 +65,14 @@ def store_unit(
 ):
     """The values of units u of the row that begins at `start`: FP32, or PAIRS of BF16 already."""
     at = start + u * (8 * CHUNKS)
-    if OUT_BF16:
+    if OUT_BF16 and CHUNKS <= 2:
         pairs = values
         if not PAIRS:
             pairs = bf16_pairs(values, 4 * CHUNKS, ASM)
         store_pairs(values_ptr, at, pairs, mask, 4 * CHUNKS)
     else:
         for c in tl.static_range(CHUNKS):
-            store_values(values_ptr, at + 8 * c, eight(values, 8 * c), mask, False, ASM)
+            store_values(values_ptr, at + 8 * c, eight(values, 8 * c), mask, OUT_BF16, ASM)
 
 
 @triton.jit
