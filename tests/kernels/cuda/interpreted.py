@@ -11,7 +11,7 @@ import torch
 from cuda_cases import KEY, Call, eden_cases, hostile, requantized, same, stochastic, transform_cases
 
 from nybble import formats
-from nybble.formats import hadamard, reference
+from nybble.formats import hadamard, reference, table
 from nybble.kernels import expert_rows, messages
 from nybble.kernels.cuda import experts_front, front, launch_both, launch_hadamard, launch_messages
 
@@ -42,6 +42,11 @@ def calls(group: str) -> list[Call]:
             quantize(x, "nvfp4-pow2", outer="row", **stochastic(rows=ROWS)),
             values(x, "nvfp4-pow2", outer="row", offs=OFFS),
         ]
+    if group == "every format":
+        names = [name for name in table.names() if not table.get(name).passthrough]
+        small = hostile(9, 24)
+        each = [(name, axis) for name in names for axis in (-1, -2)]
+        return [quantize(small, *one, **stochastic()) for one in each] + [values(small, *one) for one in each]
     if group == "other rows":
         return [
             quantize(x, "mxfp8", **stochastic()),
