@@ -10,6 +10,7 @@ from torch import Tensor
 
 from nybble.formats import table
 from nybble.kernels import expert_rows as plain
+from nybble.kernels.cuda import launch_expert_columns as by_columns
 from nybble.kernels.cuda import launch_experts as launch
 from nybble.kernels.cuda.jobs import row_decode_scales
 from nybble.kernels.cuda.launch_columns import too_many
@@ -133,7 +134,7 @@ def requantize_rows(
             codes, scales, amax, format, index, to_format, rounding, key, layer, operand, rows, offs
         )
     draw = Draw.of(rounding, key, layer, operand, rows)
-    return launch.requantize_rows(codes, scales, amax, format, index, to_format, draw, offs)
+    return by_columns.requantize_rows(codes, scales, amax, format, index, to_format, draw, offs)
 
 
 def gradient_both(
@@ -145,7 +146,7 @@ def gradient_both(
     fits = launch.bf16_rows(dy) and fmt.scale == "e8m0" and not fmt.packed and R > 0 and ends.numel() > 0
     if not fits or too_many(1, R, BLOCK_TOKENS, ends.shape[0]) is not None:
         return plain.gradient_both(dy, format, index, factor, ends)
-    return launch.gradient_both(dy, format, index, factor, ends)
+    return by_columns.gradient_both(dy, format, index, factor, ends)
 
 
 def fp8_columns(
@@ -160,7 +161,7 @@ def fp8_columns(
     """See the specification."""
     if not x.numel() or not offs.numel() or too_many(1, x.shape[0], BLOCK_TOKENS, offs.shape[0]):
         return plain.fp8_columns(x, rounding, key, layer, operand, rows, offs)
-    return launch.fp8_columns(x, Draw.of(rounding, key, layer, operand, rows), offs)
+    return by_columns.fp8_columns(x, Draw.of(rounding, key, layer, operand, rows), offs)
 
 
 def fp8_columns_of_codes(
@@ -185,7 +186,7 @@ def fp8_columns_of_codes(
             codes, scales, amax, format, index, rounding, key, layer, operand, rows, offs
         )
     draw = Draw.of(rounding, key, layer, operand, rows)
-    return launch.fp8_columns_of_codes(codes, scales, amax, format, index, draw, offs)
+    return by_columns.fp8_columns_of_codes(codes, scales, amax, format, index, draw, offs)
 
 
 def _takes(format: str, width: int, rounding: str = "nearest") -> bool:

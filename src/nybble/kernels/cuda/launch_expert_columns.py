@@ -1,0 +1,72 @@
+"""Launches along the tokens of each expert, for `kernels/fused.py`: dy on both axes, operands of wgrad."""
+
+import torch
+from torch import Tensor
+
+from nybble.formats import table
+from nybble.kernels.cuda import launch_both, launch_columns
+from nybble.kernels.cuda.jobs import row_decode_scales
+from nybble.kernels.cuda.launch_rows import Draw
+
+
+def gradient_both(
+    dy: Tensor, format: str, index: Tensor | None, factor: Tensor | None, ends: Tensor
+) -> tuple[Tensor, Tensor]:
+    """See `fused.gradient_both`; rows of no expert may hold anything."""
+    fmt = table.get(format)
+    return launch_both.launch_rows_and_columns(
+        dy, fmt, torch.bfloat16, Draw(), 0, ends, index, factor, clear_tail=False
+    )
+
+
+def requantize_rows(
+    codes: Tensor,
+    scales: Tensor,
+    amax: Tensor,
+    format: str,
+    index: Tensor | None,
+    to_format: str,
+    draw: Draw,
+    offs: Tensor,
+) -> Tensor:
+    """See `fused.requantize_rows`; rows of no expert may hold anything."""
+    source = _codes_source(codes, scales, amax, format, index)
+    (values,) = launch_columns.quantize_columns(
+        source, table.get(to_format), source.shape[2], 0, None, offs, draw, dtype=torch.bfloat16,
+        clear_tail=False,
+    )  # fmt: skip
+    return values[0]
+
+
+def fp8_columns(x: Tensor, draw: Draw, offs: Tensor) -> tuple[Tensor, Tensor]:
+    """See `expert_rows.fp8_columns`."""
+    width = x.shape[1]
+    codes, scales = launch_columns.quantize_columns(
+        launch_columns.as_source(x), table.get("fp8-row"), width, 0, None, offs, draw
+    )
+    return codes[0, :width], scales[:, :width].contiguous()
+
+
+def fp8_columns_of_codes(
+    codes: Tensor, scales: Tensor, amax: Tensor, format: str, index: Tensor | None, draw: Draw, offs: Tensor
+) -> tuple[Tensor, Tensor]:
+    """See `expert_rows.fp8_columns_of_codes`."""
+    source = _codes_source(codes, scales, amax, format, index)
+    out, out_scales = launch_columns.quantize_columns(
+        source, table.get("fp8-row"), source.shape[2], 0, None, offs, draw
+    )
+    return out[0], out_scales
+
+
+def _codes_source(
+    codes: Tensor, scales: Tensor, amax: Tensor, format: str, index: Tensor | None
+) -> launch_columns.Source:
+    """NVFP4 codes of rows, whose outer scale is one a row."""
+    width = codes.shape[1] * 2
+    return launch_columns.Source(
+        shape=(1, codes.shape[0] if index is None else index.shape[0], width),
+        codes=codes,
+        scales=scales,
+        s_dec=row_decode_scales(table.get(format), amax, "row", (codes.shape[0], width), None),
+        index=index,
+    )
