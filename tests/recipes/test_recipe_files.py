@@ -25,12 +25,15 @@ def test_a_recipe_survives_saving(name, tmp_path):
     assert again.hash() == recipe.hash()
 
 
-def test_the_hash_tells_recipes_apart_but_not_their_names():
+def test_the_hash_tells_recipes_apart_but_not_their_names_nor_what_they_keep():
     hashes = [load_recipe(name).hash() for name in builtin()]
     assert len(set(hashes)) == len(hashes)
     a = load_recipe({"name": "a", "description": "one", "rule": [{"modules": "**", "all": "mxfp8"}]})
     b = load_recipe({"name": "b", "rule": [{"modules": ["**"], "all": {"format": "mxfp8"}}]})
     assert a.hash() == b.hash()
+    c = load_recipe(a.to_dict() | {"experts": {"keep": "activations"}, "weights": {"cache": "none"}})
+    assert c.hash() == a.hash()
+    assert c != a
 
 
 def test_inkling_says_what_the_design_says():

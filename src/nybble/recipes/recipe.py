@@ -76,8 +76,11 @@ class Recipe:
         return tomli_w.dumps(self.to_dict())
 
     def hash(self) -> str:
-        """12 hex digits that are equal when the rules and options are: name and description do not count."""
-        return hashlib.sha256(tomli_w.dumps(self._content()).encode()).hexdigest()[:12]
+        """12 hex digits that are equal when the numbers are: names do not count, nor do options that trade
+        memory for time and leave every bit alone.
+        """
+        content = {key: value for key, value in self._content().items() if key not in ("experts", "weights")}
+        return hashlib.sha256(tomli_w.dumps(content).encode()).hexdigest()[:12]
 
     def _content(self) -> dict[str, Any]:
         changed = self.traffic.changed()
