@@ -14,14 +14,27 @@ from nybble.recipes import load_recipe, resolve
 FOLDER = Path(__file__).parents[2] / "docs" / "results"
 
 
+LADDER = {"tiny": 0.5, "mini": 1.0, "small": 2.0}
+
+
 @pytest.mark.parametrize(
-    ("name", "baseline", "seeds"), [("h200", "bf16", 5), ("h200-hybrid", "fp8", 3)], ids=["moe", "hybrid"]
+    ("name", "source", "baseline", "seeds", "rungs"),
+    [
+        ("h200", "h200", "bf16", 5, LADDER),
+        ("h200-variants", "h200", "bf16", 5, {}),
+        ("h200-hybrid", "h200-hybrid", "fp8", 3, {}),
+    ],
+    ids=["moe", "variants", "hybrid"],
 )
-def test_a_published_table_follows_from_its_runs(name: str, baseline: str, seeds: int) -> None:
+def test_a_published_table_follows_from_its_runs(
+    name: str, source: str, baseline: str, seeds: int, rungs: dict[str, float]
+) -> None:
     published = list(csv.DictReader((FOLDER / f"{name}-table.csv").read_text().splitlines()))
     planned = [(row["preset"], row["recipe"]) for row in published]
-    runs = read_lines(FOLDER / f"{name}-runs.jsonl")
-    again = list(csv.DictReader(table_csv(compare(runs, baseline, range(seeds), planned)).splitlines()))
+    presets_of = {preset for preset, _ in planned}
+    runs = [run for run in read_lines(FOLDER / f"{source}-runs.jsonl") if run.preset in presets_of]
+    results = compare(runs, baseline, range(seeds), planned, rungs)
+    again = list(csv.DictReader(table_csv(results).splitlines()))
     assert [row.keys() for row in again] == [row.keys() for row in published]
     for ours, theirs in zip(again, published, strict=True):
         for column, value in theirs.items():

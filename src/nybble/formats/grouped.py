@@ -50,7 +50,7 @@ class Packing:
     def holds(self) -> Tensor:
         """bool [P]: whether the column is that of a row, and not padding."""
         out = torch.zeros(self.size + 1, dtype=torch.bool, device=self.column.device)
-        out[self.column] = True
+        out.index_fill_(0, self.column, True)  # a scalar put at an index would be copied from the host
         return out[: self.size]
 
 
