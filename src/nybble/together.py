@@ -136,8 +136,3 @@ def largest(value: int, device: torch.device | None = None) -> int:
 def launched() -> bool:
     """Whether a launcher such as torchrun started this process as one of several."""
     return int(os.environ.get("WORLD_SIZE", "1")) > 1
-
-
-def restarted() -> bool:
-    """Whether torchrun started this process again after a failure of the job."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0

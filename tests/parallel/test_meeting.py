@@ -64,3 +64,18 @@ def test_a_restart_does_not_wait_for_addresses_of_dead_ranks():
     assert killed == [(False, 9), (False, 9)]
     for late in ("0", "1"):
         assert ranks.start(2, sum_of_ones, late, False, **environment).wait(120) == [(True, 2.0)] * 2
+
+
+def begins() -> bool:
+    """Begins a run, unless an earlier start has: whether that is so."""
+    with joined(torch.device("cpu"), Monitor().watch, **LIMITS) as start:
+        start.began()
+        return start.again
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_start_knows_whether_an_earlier_one_began(world):
+    _store, environment = ranks.launcher()
+    for again in (False, True):
+        job = ranks.start(world, begins, **environment, TORCHELASTIC_RUN_ID="7")
+        assert job.wait(120) == [(True, again)] * world

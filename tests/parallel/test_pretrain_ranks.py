@@ -12,7 +12,6 @@ import ranks
 import run_cases
 import tomli_w
 
-from nybble import together
 from nybble.pretrain.metrics import TIMING_FIELDS
 from nybble.recipes import LEGS, load_recipe
 
@@ -215,8 +214,3 @@ def test_ranks_with_different_recipes_are_refused(folder):
     first, second = results.wait(120)
     assert "rank 1 does not agree with rank 0 on recipe" in first[1]
     assert "OtherRankError" in second[1]
-
-
-def test_a_run_of_one_process_is_never_a_restart():
-    assert not together.launched()
-    assert not together.restarted()

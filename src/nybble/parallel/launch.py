@@ -27,7 +27,6 @@ from nybble.parallel.watch import Watch
 GRACE_S = 60.0
 """How much later than the watch the backend gives up by itself."""
 
-
 _BEGAN = "nybble/began"
 
 
@@ -40,7 +39,7 @@ class Start:
     restarts does not tell: those of several machines count differently, and a start that was refused counts.
     """
     store: dist.Store | None = None
-    """Of the launcher; None for a process alone."""
+    """Of the launcher, if there is one."""
 
     def began(self) -> None:
         """Tells later starts that the run has begun."""
@@ -56,7 +55,8 @@ def joined(device: torch.device, watch: Watch, *, slow_s: float, timeout_s: floa
     and after how long it ends the process.
     """
     if not together.launched():
-        yield Start(together.restarted())
+        alone = next(dist.rendezvous("env://"))[0] if dist.is_torchelastic_launched() else None
+        yield Start(alone is not None and alone.check([_BEGAN]), alone)
         return
     backend = "gloo"
     if device.type == "cuda":

@@ -117,7 +117,7 @@ class Captured:
 
 
 def _recording(graph: torch.cuda.CUDAGraph, pool: Any) -> torch.cuda.graph:
-    """Records `graph`. Other ranks are watched by threads that may ask the GPU for events meanwhile."""
+    """Records `graph`. Of several ranks, a thread of NCCL's may ask the GPU for events meanwhile."""
     mode = "thread_local" if together.active() else "global"
     return torch.cuda.graph(graph, pool=pool, capture_error_mode=mode)
 
