@@ -43,7 +43,8 @@ def plot_comparison(
         _frame(right, f"{preset}: gap to {baseline}, 95 % over seeds", "gap at the last step, %", "")
     for fit, (left, right) in zip(by_compute, grid[len(presets) :], strict=True):
         _draw_sizes(left, runs, fit, colour)
-        _frame(left, "all sizes: loss by compute", "floating-point operations of a run", "loss, nats a token")
+        title = f"all sizes: loss by compute; rings and line: {baseline}"
+        _frame(left, title, "floating-point operations of a run", "loss, nats a token")
         _draw_costs(right, [r for r in results if r.recipe != baseline], presets, colour)
         _frame(right, f"more tokens for the loss of {baseline}, 95 %", "more tokens, %", "")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -66,8 +67,9 @@ def _draw_curves(axes: Any, curves: Sequence[Curve], recipe: str, colour: str) -
 
 
 def _draw_sizes(axes: Any, runs: Sequence[RunSummary], fit: Fit, colour: dict[str, str]) -> None:
-    """The mean final loss of each recipe at each size over the seeds of the baseline's law, that law, and
-    rings at the points that it goes through."""
+    """The mean final loss of each recipe at each size over the seeds of the baseline's law; that law, and
+    rings at its points.
+    """
     for recipe, shade in colour.items():
         losses: dict[float, list[float]] = {}
         for run in runs:
