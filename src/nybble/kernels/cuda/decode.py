@@ -7,7 +7,9 @@ import triton.language as tl
 
 from nybble.kernels.cuda import scales as rule
 from nybble.kernels.cuda.e4m3 import e4m3_values
+from nybble.kernels.cuda.gather import lanes
 from nybble.kernels.cuda.nvfp4 import load_factor, load_nvfp4, nvfp4_values
+from nybble.kernels.cuda.rows import of_row
 from nybble.kernels.cuda.stores import store_values
 
 
@@ -51,13 +53,14 @@ def eight_values(
             return out
 
 
-@triton.jit(do_not_specialize=["words", "block_words", "scale_columns"])
+@triton.jit(do_not_specialize=["rows", "words", "block_words", "scale_columns"])
 def decode_rows(
     codes_ptr,  # int32 words
     scales_ptr,
     sdec_ptr,
     values_ptr,
     index_ptr,  # int32 [R]: row of the codes that each row of values is, if HAS_INDEX
+    rows,  # R
     words,  # of eight elements, in a row
     block_words,  # of a block along the row
     scale_columns,
@@ -67,34 +70,42 @@ def decode_rows(
     SDEC: tl.constexpr,  # 0: none, 1: one, 2: one a row
     HAS_INDEX: tl.constexpr,
     OUT_BF16: tl.constexpr,
-    ROW_AXIS: tl.constexpr,
+    BR: tl.constexpr,  # rows of a program, if it holds whole ones
     N: tl.constexpr,
     ASM: tl.constexpr,
 ):
     """Rows of codes [R, 8 * words] to values."""
-    to_row = tl.program_id(ROW_AXIS).to(tl.int64)
+    PACKED: tl.constexpr = BR > 1
+    if PACKED:
+        to_row, w, mask = lanes(rows, words, 0, BR, N)
+    else:
+        tiles = tl.cdiv(words, N)
+        to_row = (tl.program_id(0) // tiles).to(tl.int64)
+        w = ((tl.program_id(0) % tiles) * N + tl.arange(0, N)).to(tl.int64)
+        mask = w < words
     row = to_row
     if HAS_INDEX:
-        row = tl.load(index_ptr + to_row).to(tl.int64)
-    w = (tl.program_id(1 - ROW_AXIS) * N + tl.arange(0, N)).to(tl.int64)
-    mask = w < words
+        row = of_row(index_ptr, to_row, mask, PACKED).to(tl.int64)
     at = (row // SCALE_ROWS) * scale_columns + w // block_words
     q = eight_values(codes_ptr, row * words + w, scales_ptr, at, mask, E2M1, SCALE, ASM)
     s_dec = 1.0
     if SDEC == 1:
         s_dec = tl.load(sdec_ptr)
     if SDEC == 2:
-        s_dec = tl.load(sdec_ptr + row)
+        s_dec = of_row(sdec_ptr, row, mask, PACKED)
     v = ()
     for j in tl.static_range(8):
         v = v + (q[j] * s_dec if SDEC > 0 else q[j],)
     store_values(values_ptr, (to_row * words + w) * 8, v, mask, OUT_BF16, ASM)
 
 
-@triton.jit(do_not_specialize=["groups"])
-def zero_tail(values_ptr, offs_ptr, columns, groups, N: tl.constexpr):
-    """Zero the rows at or beyond the last offset of values [T, C]; a program takes N columns of a row."""
-    row = tl.program_id(0).to(tl.int64)
-    if row >= tl.load(offs_ptr + groups - 1):
-        c = tl.program_id(1) * N + tl.arange(0, N)
-        tl.store(values_ptr + (row * columns + c), tl.zeros((N,), tl.float32), mask=c < columns)
+@triton.jit(do_not_specialize=["rows", "groups"])
+def zero_tail(values_ptr, offs_ptr, rows, columns, groups, BR: tl.constexpr, N: tl.constexpr):
+    """Zero the rows at or beyond the last offset of values [T, C]; a program takes N columns of BR rows."""
+    first = tl.program_id(0).to(tl.int64) * BR
+    end = tl.load(offs_ptr + groups - 1)
+    if first + BR > end:
+        row = first + tl.arange(0, BR)[:, None]
+        c = tl.program_id(1) * N + tl.arange(0, N)[None, :]
+        mask = (row >= end) & (row < rows) & (c < columns)
+        tl.store(values_ptr + (row * columns + c), tl.zeros((BR, N), tl.float32), mask=mask)

@@ -11,11 +11,8 @@ import torch
 from torch import Tensor
 
 from nybble.formats import blocks, checks, reference
-from nybble.kernels.cuda import decode as decode_kernel
 from nybble.kernels.cuda import launch_columns as by_columns
-from nybble.kernels.cuda import launch_rows as by_rows
-from nybble.kernels.cuda import reasons
-from nybble.kernels.cuda.jit import cdiv, use_asm
+from nybble.kernels.cuda import launch_decode, reasons
 from nybble.kernels.cuda.jobs import OUTER_NONE, Job, coded_source, cut, row_decode_scales, run
 from nybble.kernels.cuda.launch_rows import Draw
 from nybble.kernels.dispatch import say_once
@@ -108,35 +105,11 @@ def dequantize(
     stored = blocks.stored_shape(fmt, tuple(shape), axis, None)
     rows, length = math.prod(stored[:-1]), stored[-1]
     code_words = codes.contiguous().view(rows, -1).view(torch.int32)
-    block_words = cdiv(length, 8) if fmt.block_cols is None else fmt.block_cols // 8
     s_dec = (
         row_decode_scales(fmt, amax, outer, tuple(stored), offs) if fmt.two_level and apply_outer else None
     )
     out = torch.empty(rows, length, dtype=_computed(dtype), device=codes.device)
-    words, bf16 = length // 8, out.dtype == torch.bfloat16
-    n = min(512, by_rows.pow2(words))
-    across, row_axis = by_rows.grid(rows, cdiv(words, n))
-    decode_kernel.decode_rows[across](
-        code_words,
-        scales.contiguous(),
-        s_dec,
-        out.view(torch.int32) if bf16 else out,
-        None,
-        words,
-        block_words,
-        cdiv(words, block_words),
-        E2M1=fmt.packed,
-        SCALE=by_rows.SCALES[fmt.scale or "", fmt.scale_rule],
-        SCALE_ROWS=fmt.block_rows,
-        SDEC=0 if s_dec is None else (1 if s_dec.numel() == 1 else 2),
-        HAS_INDEX=False,
-        OUT_BF16=bf16,
-        ROW_AXIS=row_axis,
-        N=n,
-        ASM=use_asm(codes.device),
-        num_warps=max(1, min(4, n // 64)),
-        enable_fp_fusion=False,
-    )
+    launch_decode.decode_rows(code_words, scales.contiguous(), s_dec, out, None, fmt)
     values = out.view(stored).to(dtype)
     return values.transpose(-1, -2).contiguous() if axis == -2 else values
 

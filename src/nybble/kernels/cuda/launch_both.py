@@ -140,6 +140,7 @@ def launch_rows_and_columns(
     """
     from nybble.kernels.cuda import both as kernel
     from nybble.kernels.cuda import launch_columns as by_columns
+    from nybble.kernels.cuda import launch_decode
     from nybble.kernels.cuda.jit import cdiv, use_asm
     from nybble.kernels.cuda.launch_rows import SCALES
 
@@ -152,8 +153,8 @@ def launch_rows_and_columns(
     first, second = (torch.empty(tokens, width, dtype=dtype, device=x.device) for _ in range(2))
     bf16, warps = dtype == torch.bfloat16, by_columns.WARPS
     if offs is not None and clear_tail:
-        by_columns.zero_tail(first, offs)
-        by_columns.zero_tail(second, offs)
+        launch_decode.zero_tail(first, offs)
+        launch_decode.zero_tail(second, offs)
     kernel.fake_quantize_both[(cdiv(width, 64), cdiv(blocks, warps))](
         source.pointer,
         first.view(torch.int32) if bf16 else first,

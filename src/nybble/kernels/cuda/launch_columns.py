@@ -7,9 +7,8 @@ from torch import Tensor
 
 from nybble.formats import blocks
 from nybble.formats.table import Format
-from nybble.kernels.cuda import column_amax, sources
+from nybble.kernels.cuda import column_amax, launch_decode, sources
 from nybble.kernels.cuda import columns as column_kernel
-from nybble.kernels.cuda import decode as decode_kernel
 from nybble.kernels.cuda import groups as group_kernel
 from nybble.kernels.cuda.jit import cdiv, use_asm
 from nybble.kernels.cuda.launch_rows import GRID_LIMIT, SCALES, Draw, pow2
@@ -138,7 +137,7 @@ def quantize_columns(
         amax, whole_scales = measure_columns(source, table, offs, warps)
         scales = whole_scales if dtype is None else None
     if values is not None and offs is not None and clear_tail:
-        zero_tail(values, offs)
+        launch_decode.zero_tail(values, offs)
     per_warp = 32 // (block // 8) * 8
     s_dec = source.s_dec
     out_bf16 = dtype == torch.bfloat16
@@ -238,14 +237,6 @@ def measure_columns(
         amax, scales, amax.numel(), N=256, ASM=use_asm(source.device)
     )
     return amax, scales
-
-
-def zero_tail(values: Tensor, offs: Tensor) -> None:
-    """Zero the rows of values [..., T, C] that belong to no group."""
-    tokens, width = values.shape[-2:]
-    n = min(4096, pow2(width))
-    if tokens and width:
-        decode_kernel.zero_tail[(tokens, cdiv(width, n))](values, offs, width, offs.shape[0], N=n)
 
 
 def too_many(lead: int, tokens: int, block: int, groups: int) -> str | None:

@@ -6,8 +6,7 @@ from torch import Tensor
 from nybble.formats import blocks, table
 from nybble.kernels.cuda import expert_passes as kernel
 from nybble.kernels.cuda import gather as gather_kernel
-from nybble.kernels.cuda import launch_rows
-from nybble.kernels.cuda.decode import decode_rows
+from nybble.kernels.cuda import launch_decode, launch_rows
 from nybble.kernels.cuda.jit import cdiv, use_asm
 from nybble.kernels.cuda.launch_rows import Draw, Gated, Rows, pow2
 
@@ -173,32 +172,9 @@ def quantize_tokens(
 def decode_to_rows(codes: Tensor, scales: Tensor, format: str, index: Tensor) -> Tensor:
     """See `fused.decode_to_rows`."""
     fmt = table.get(format)
-    words = codes.shape[1] // (4 if fmt.packed else 8)
-    block_words = words if fmt.block_cols is None else fmt.block_cols // 8
-    out = torch.empty(index.shape[0], words * 8, dtype=torch.bfloat16, device=codes.device)
-    n = min(512, pow2(words))
-    across, row_axis = launch_rows.grid(index.shape[0], cdiv(words, n))
-    decode_rows[across](
-        codes.view(torch.int32),
-        scales,
-        None,
-        _pairs(out),
-        index,
-        words,
-        block_words,
-        cdiv(words, block_words),
-        E2M1=fmt.packed,
-        SCALE=launch_rows.SCALES[fmt.scale or "", fmt.scale_rule],
-        SCALE_ROWS=1,
-        SDEC=0,
-        HAS_INDEX=True,
-        OUT_BF16=True,
-        ROW_AXIS=row_axis,
-        N=n,
-        ASM=use_asm(codes.device),
-        num_warps=max(1, min(4, n // 64)),
-        enable_fp_fusion=False,
-    )
+    length = codes.shape[1] * (2 if fmt.packed else 1)
+    out = torch.empty(index.shape[0], length, dtype=torch.bfloat16, device=codes.device)
+    launch_decode.decode_rows(codes.view(torch.int32), scales, None, out, index, fmt)
     return out
 
 

@@ -13,8 +13,7 @@ from nybble.kernels.cuda.jit import cdiv, use_asm
 
 WORDS, ROW_WORDS, UNITS = 256, 128, 512
 """Of a program: words of eight elements to unpack, where tiles go on from row to row and where not; units to
-copy. Measured on an H200 with rows of 4608, as is what NVFP4 is packed by."""
-NVFP4_TILE = (64, 2, 1)
+copy. Measured on an H200 with rows of 4608."""
 
 
 def can_pack(x: Tensor, fmt: Format) -> bool:
@@ -60,7 +59,6 @@ def pack(
         message[:, scales + 4 :].zero_()
         amax = message.view(torch.float32)[:, scales // 4 :]
     unit = by_rows.unit_of(fmt)
-    units = columns // unit
     by_rows.quantize_rows(
         by_rows.as_rows(x.detach(), unit),
         fmt,
@@ -71,7 +69,6 @@ def pack(
         draw,
         codes=message,
         scales=message[:, codes:],
-        tile=NVFP4_TILE if fmt.two_level and units & (units - 1) else None,
         strides=(total // (unit // 2 if fmt.packed else unit), total, total // 4),
     )
     return message

@@ -1,0 +1,62 @@
+"""Launches of `decode.py`: codes to values, and zeros behind the last token group."""
+
+import torch
+from torch import Tensor
+
+from nybble.formats.table import Format
+from nybble.kernels.cuda import decode as kernel
+from nybble.kernels.cuda.jit import cdiv, use_asm
+from nybble.kernels.cuda.launch_rows import SCALES, pow2
+
+LANES = 256
+"""Words of eight elements of a program whose rows are narrow."""
+TAIL_ROWS = 16
+
+
+def decode_rows(
+    codes: Tensor, scales: Tensor, s_dec: Tensor | None, out: Tensor, index: Tensor | None, fmt: Format
+) -> None:
+    """Fill `out` [R, L], BF16 or FP32, with the values of rows of codes (int32 words), times S_dec if given.
+
+    Args:
+        s_dec: FP32, one or one a row of codes.
+        index: int32 [R], the row of the codes that each row of `out` is.
+    """
+    rows, words = out.shape[0], out.shape[1] // 8
+    if rows == 0 or words == 0:
+        return
+    bf16 = out.dtype == torch.bfloat16
+    block_words = words if fmt.block_cols is None else fmt.block_cols // 8
+    n = min(512, pow2(words))
+    tall = max(1, LANES // n)
+    kernel.decode_rows[(cdiv(rows, tall) * (1 if tall > 1 else cdiv(words, n)),)](
+        codes,
+        scales,
+        s_dec,
+        out.view(torch.int32) if bf16 else out,
+        index,
+        rows,
+        words,
+        block_words,
+        cdiv(words, block_words),
+        E2M1=fmt.packed,
+        SCALE=SCALES[fmt.scale or "", fmt.scale_rule],
+        SCALE_ROWS=fmt.block_rows,
+        SDEC=0 if s_dec is None else (1 if s_dec.numel() == 1 else 2),
+        HAS_INDEX=index is not None,
+        OUT_BF16=bf16,
+        BR=tall,
+        N=n,
+        ASM=use_asm(out.device),
+        num_warps=4,
+        enable_fp_fusion=False,
+    )
+
+
+def zero_tail(values: Tensor, offs: Tensor) -> None:
+    """Zero the rows of values [..., T, C] that belong to no group."""
+    tokens, width = values.shape[-2:]
+    n = min(1024, pow2(width))
+    if tokens and width:
+        grid = (cdiv(tokens, TAIL_ROWS), cdiv(width, n))
+        kernel.zero_tail[grid](values, offs, tokens, width, offs.shape[0], BR=TAIL_ROWS, N=n)
