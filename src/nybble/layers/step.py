@@ -85,7 +85,7 @@ def set_step(model: nn.Module, step: int, micro: int = 0, seed: int | None = Non
     """
     states: dict[StepState, set[torch.device]] = {}
     for module in model.modules():
-        state = getattr(module, "step_state", None)
+        state = module.__dict__.get("step_state")  # faster than asking a module that has none
         if isinstance(state, StepState):
             if phases := getattr(module, "phases", ()):
                 _enter(module, next(gemms for start, gemms in reversed(phases) if start <= step))

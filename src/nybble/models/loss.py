@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nybble.kernels.cpu.scratch import room
+from nybble.kernels.cpu.product import matmul
+from nybble.kernels.cpu.scratch import fresh
+from nybble.layers.experts_by_hand import by_hand
 from nybble.models.cpu import head as fused
 from nybble.models.cuda import on_gpu
 
@@ -64,24 +66,18 @@ class _HeadLoss(torch.autograd.Function):
         weight = head.to(hidden.dtype)
         nll = torch.zeros(T, dtype=torch.float32, device=hidden.device)
         share = 1.0 / (labels != IGNORE).sum().clamp(min=1).float()
-        dhidden = torch.empty_like(hidden) if needs_hidden else None
+        product, empty = (matmul, fresh) if by_hand(hidden) else (_product, hidden.new_empty)
+        dhidden = empty(*hidden.shape) if needs_hidden else None
         dhead: Tensor | None = None
         rows = _chunk_rows(hidden, V)
-        # one buffer for all chunks: fresh pages cost as much as the product that fills them
-        size = min(rows, T), V
-        kept = (
-            hidden.dtype == torch.float32
-            and hidden.device.type == "cpu"
-            and not torch.compiler.is_compiling()
-        )
-        buffer = room("logits", *size) if kept else hidden.new_empty(size)
+        buffer = empty(min(rows, T), V)  # for all chunks
         for start in range(0, T, rows):
             part = slice(start, start + rows)
             x = hidden[part]
-            z = torch.mm(x, weight.T, out=buffer[: x.shape[0]])
+            z = product(x, weight.T, buffer[: x.shape[0]])
             nll[part], d = _rows(z, labels[part], cap, share)
             if dhidden is not None:
-                torch.mm(d, weight, out=dhidden[part])
+                product(d, weight, dhidden[part])
             if needs_head:
                 dhead = _head_gradient(d, x, dhead)
         if needs_head and dhead is None:
@@ -95,15 +91,26 @@ class _HeadLoss(torch.autograd.Function):
     def backward(ctx: Any, dloss: Tensor, _: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         dhidden, dhead = ctx.saved_tensors
         return (
-            None if dhidden is None else dhidden * dloss.to(dhidden.dtype),
-            None if dhead is None else (dhead * dloss).to(ctx.head_dtype),
+            None if dhidden is None else _scaled(dhidden, dloss.to(dhidden.dtype)),
+            None if dhead is None else _scaled(dhead, dloss).to(ctx.head_dtype),
             None,
             None,
         )
 
 
+def _scaled(x: Tensor, factor: Tensor) -> Tensor:
+    return torch.mul(x, factor, out=fresh(*x.shape)) if by_hand(x) else x * factor
+
+
+def _product(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
+    return torch.mm(a, b, out=out)
+
+
 def _head_gradient(d: Tensor, x: Tensor, before: Tensor | None) -> Tensor:
     """FP32 d [n, V].T @ x [n, H], added to what chunks before left."""
+    if by_hand(d):
+        out = fresh(d.shape[1], x.shape[1]) if before is None else before
+        return matmul(d.T, x, out, add=before is not None)
     if d.dtype == torch.float32:
         return d.T @ x if before is None else before.addmm_(d.T, x)
     whole = d.is_cuda and d.dtype == torch.bfloat16

@@ -5,7 +5,6 @@ import torch
 
 from nybble.kernels.cpu import rows
 from nybble.kernels.cpu.bf16 import rounded
-from nybble.kernels.cpu.scratch import room
 
 
 def test_rounding_to_bf16_is_the_cast() -> None:
@@ -30,11 +29,3 @@ def test_rows_by_expert_and_back(k: int) -> None:
     assert torch.equal(got, x[order // k])
     torch.testing.assert_close(rows.combine(got, place, weights, k), x * weights.sum(-1, keepdim=True))
     torch.testing.assert_close(rows.combine(got, place, None, k), x * k)
-
-
-def test_room_is_taken_over_by_the_next_of_its_name_and_large_ones_are_given_back() -> None:
-    first, other = room("a test", 4, 5), room("another test", 4, 5)
-    again = room("a test", 2, 7)
-    assert again.data_ptr() == first.data_ptr() != other.data_ptr()
-    large = [room("a test", 1 << 13, 1 << 12) for _ in range(2)]
-    assert large[0].data_ptr() != large[1].data_ptr()

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from nybble.kernels.cpu.bits import NAN, U32, as_bits, as_float, shift_right
 from nybble.kernels.cpu.jit import kernel
+from nybble.kernels.cpu.scratch import fresh
 from nybble.kernels.cpu.source import flat
 from nybble.kernels.cpu.threads import split
 
@@ -29,6 +30,6 @@ def rounded(x: Tensor) -> Tensor:
     """x.bfloat16().float() of an FP32 tensor on a CPU, contiguous."""
     if torch.compiler.is_compiling() or type(x) not in (Tensor, torch.nn.Parameter):
         return x.to(torch.bfloat16).float()  # a tensor without memory, or of another kind
-    y = torch.empty(x.shape)
+    y = fresh(*x.shape)
     split(_round, -(-x.numel() // ELEMENTS), x.numel(), flat(x), flat(y))
     return y

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nybble.kernels.cpu.jit import kernel
+from nybble.kernels.cpu.jit import compiled, kernel, source_digest
+from nybble.kernels.cpu.scratch import fresh
 from nybble.kernels.cpu.source import dense
 from nybble.kernels.cpu.threads import split
 
@@ -38,7 +39,6 @@ def _combine(first: int, last: int, rows: Any, place: Any, weights: Any, out: An
                     to[i] += row[i] * w
 
 
-@kernel
 def _sort(experts: Any, order: Any, place: Any, ends: Any) -> None:
     at = np.zeros(ends.shape[0], dtype=np.int64)
     for e in experts:
@@ -54,6 +54,9 @@ def _sort(experts: Any, order: Any, place: Any, ends: Any) -> None:
         at[e] += 1
 
 
+_compiled_sort = compiled(_sort, source_digest())
+
+
 def sort(experts: Tensor, E: int) -> tuple[Tensor, Tensor, Tensor]:
     """Order the rows of `experts` [T, k], all of them below E, stably by expert.
 
@@ -63,7 +66,7 @@ def sort(experts: Tensor, E: int) -> tuple[Tensor, Tensor, Tensor]:
     """
     flat = experts.reshape(-1)
     order, place, ends = torch.empty_like(flat), torch.empty_like(flat), torch.empty(E, dtype=torch.int32)
-    _sort(*(dense(x) for x in (flat, order, place, ends)))
+    _compiled_sort(*(dense(x) for x in (flat, order, place, ends)))
     return order, place, ends
 
 
@@ -75,7 +78,7 @@ def gather(x: Tensor, order: Tensor, k: int, out: Tensor) -> Tensor:
 
 def combine(rows: Tensor, place: Tensor, weights: Tensor | None, k: int) -> Tensor:
     """Each token's sum of its rows [R, W], found by place [R], times weights [T, k] or 1: [T, W]."""
-    out = torch.empty(place.shape[0] // k, rows.shape[1])
+    out = fresh(place.shape[0] // k, rows.shape[1])
     factors = torch.empty(0, k) if weights is None else weights
     arrays = dense(rows), dense(place).reshape(-1, k), dense(factors), dense(out)
     split(_combine, out.shape[0], 2 * rows.numel(), *arrays)

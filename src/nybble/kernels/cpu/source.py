@@ -146,12 +146,14 @@ def decoded(
 
 def flat(t: Tensor) -> Any:
     """The elements as a numpy array of one dimension; shares memory if contiguous."""
-    return as_array(t.detach().contiguous().view(-1))
+    array = _shared(t, (t.numel(),))
+    return as_array(t.detach().contiguous().view(-1)) if array is None else array
 
 
 def dense(t: Tensor) -> Any:
     """A tensor as a numpy array of its shape; shares memory if contiguous."""
-    return as_array(t if t.is_contiguous() else t.detach().contiguous())
+    array = _shared(t, t.shape)
+    return as_array(t if t.is_contiguous() else t.detach().contiguous()) if array is None else array
 
 
 class _Memory:
@@ -159,11 +161,11 @@ class _Memory:
 
     __slots__ = ("__array_interface__", "owner")
 
-    def __init__(self, owner: Tensor, kind: str) -> None:
+    def __init__(self, owner: Tensor, kind: str, shape: tuple[int, ...]) -> None:
         self.owner = owner
         self.__array_interface__ = {
             "data": (owner.data_ptr(), False),
-            "shape": tuple(owner.shape),
+            "shape": shape,
             "typestr": kind,
             "version": 3,
         }
@@ -177,14 +179,22 @@ _KINDS = {
 }
 
 
+def _shared(t: Tensor, shape: tuple[int, ...]) -> Any:
+    """An array of `shape` on the memory of a contiguous tensor; None where numpy has no direct way to it."""
+    kind = _KINDS.get(t.dtype)
+    if kind is None or not t.is_cpu or not t.is_contiguous() or not t.numel():
+        return None
+    return np.asarray(_Memory(t, kind, shape))
+
+
 def as_array(t: Tensor) -> Any:
     """A numpy array on the memory of `t`.
 
     Tensor.numpy() forbids to free a tensor's storage from then on, as FSDP does with gathered weights; DLPack
     does not, but it is slow, and old versions of numpy make its arrays read-only.
     """
-    kind = _KINDS.get(t.dtype)
-    if kind is not None and t.device.type == "cpu" and t.is_contiguous() and t.numel():
-        return np.asarray(_Memory(t, kind))
+    array = _shared(t, t.shape)
+    if array is not None:
+        return array
     array = np.from_dlpack(t.detach())
     return array if array.flags.writeable else t.numpy()

@@ -50,6 +50,12 @@ def available() -> bool:
     return not _forked and _parallel() is not None
 
 
+def address() -> int:
+    """Where in memory the library's entry is, of which `run` is the wrapping: parallel(body, data, threads,
+    flags)."""
+    return ctypes.cast(_parallel(), ctypes.c_void_p).value or 0  # type: ignore[arg-type]
+
+
 def working() -> bool:
     """Whether the caller is already one of a team: what it calls is its own share."""
     return getattr(_member, "working", False)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from nybble.kernels.cpu import team
+from nybble.kernels.cpu.jit import Kernel
 
 # Below this many elements for each thread, handing work over costs more than it saves.
 MIN_ELEMENTS_PER_THREAD = 1 << 15
@@ -63,7 +64,10 @@ def split(function: Callable[..., Any], items: int, elements: int, *arguments: A
             function(items * i // pieces, items * (i + 1) // pieces, *arguments)
 
     if team.available():
-        team.run(work, threads)
+        if isinstance(function, Kernel):
+            function.shared(team.address(), threads, pieces, items, *arguments)
+        else:
+            team.run(work, threads)
         return
     pool = _executor(threads - 1)
     helpers = [pool.submit(work) for _ in range(threads - 1)]

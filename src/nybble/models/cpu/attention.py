@@ -10,6 +10,7 @@ Layout and legend: `heads.py`.
 import torch
 from torch import Tensor
 
+from nybble.kernels.cpu.scratch import fresh
 from nybble.kernels.cpu.threads import split
 from nybble.models.cpu import attention_passes as passes
 from nybble.models.cpu.heads import Heads, Numbers, Tokens, Weights
@@ -25,7 +26,7 @@ def _work(x: Heads, t: Tokens, s: Numbers) -> int:
 def forward(x: Heads, w: Weights, t: Tokens, s: Numbers) -> tuple[Tensor, Tensor, Tensor]:
     """Attended values [H * D, T], the log of each query's sum [H, T], and the values times their gates."""
     (H, D), T = w.scale_q.shape, x.q.shape[1]
-    out, lse, gated = torch.empty(H * D, T), torch.empty(H, T), torch.empty(H * D, T)
+    out, lse, gated = fresh(H * D, T), fresh(H, T), fresh(H * D, T)
     items = t.same.shape[0] * (x.k.shape[0] // D)
     split(passes.forward, items, _work(x, t, s), x, w, t, s, floats(out), floats(lse), floats(gated))
     return out, lse, gated

@@ -2,11 +2,11 @@
 
 import numpy as np
 
+from nybble.kernels.cpu.tile import LANES
 from nybble.models.cpu import band, channels
 from nybble.models.cpu.band import BLOCK
 from nybble.models.cpu.heads import Heads, Numbers, Tokens, Weights
 from nybble.models.cpu.jit import Floats, helper, kernel, sigmoid
-from nybble.models.cpu.tile import LANES
 
 
 @helper

@@ -8,9 +8,9 @@ of them a query does not reach is zero after the softmax.
 import numpy as np
 from numpy.typing import NDArray
 
+from nybble.kernels.cpu.tile import LANES, ROWS, multiply
 from nybble.models.cpu.jit import Floats, exp, helper, larger, loop
 from nybble.models.cpu.softmax import LOWEST
-from nybble.models.cpu.tile import LANES, ROWS, multiply
 
 BLOCK = 64
 """Queries of a block."""

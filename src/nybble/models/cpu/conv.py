@@ -4,6 +4,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nybble.kernels.cpu.scratch import fresh
 from nybble.kernels.cpu.threads import split
 from nybble.models.cpu.jit import Floats, floats, helper, kernel, sigmoid
 
@@ -38,6 +39,7 @@ def _forward(
     bias: Floats,
     same: Floats,
     silu: bool,
+    residual: Floats,
     y: Floats,
 ) -> None:
     _, S, C = x.shape
@@ -47,6 +49,10 @@ def _forward(
         if silu:
             for c in range(C):
                 out[c] *= sigmoid(out[c])
+        if residual.shape[0] > 0:
+            more = residual[r // S, r % S]
+            for c in range(C):
+                out[c] += more[c]
 
 
 @kernel
@@ -91,13 +97,21 @@ def _mask(same: tuple[Tensor, ...], x: Tensor) -> Floats:
     return floats(torch.stack(same)[..., 0] if same else x.new_empty(0, 1, 1))
 
 
-def forward(x: Tensor, taps: Tensor, bias: Tensor | None, same: tuple[Tensor, ...], silu: bool) -> Tensor:
+def forward(
+    x: Tensor,
+    taps: Tensor,
+    bias: Tensor | None,
+    same: tuple[Tensor, ...],
+    silu: bool,
+    residual: Tensor | None = None,
+) -> Tensor:
     """y_t = bias + the sum of taps[l] * x_{t-l} over lags l that are of the same document, through SiLU or
-    not.
+    not, plus a residual or not.
     """
-    y = torch.empty(x.shape)
+    y = fresh(*x.shape)
     rows, bias = x.shape[0] * x.shape[1], x.new_empty(0) if bias is None else bias
-    arrays = floats(x), floats(taps), floats(bias), _mask(same, x), silu, floats(y)
+    residual = x.new_empty(0, 1, 1) if residual is None else residual
+    arrays = floats(x), floats(taps), floats(bias), _mask(same, x), silu, floats(residual), floats(y)
     split(_forward, rows, 4 * x.numel(), *arrays)
     return y
 
@@ -109,11 +123,11 @@ def backward(
     rows = x.shape[0] * x.shape[1]
     blocks, mask, x, dy = -(-rows // BLOCK_ROWS), _mask(same, x), x.contiguous(), dy.contiguous()
     if silu:
-        d, shift = torch.empty(x.shape), x.new_empty(0) if bias is None else bias
+        d, shift = fresh(*x.shape), x.new_empty(0) if bias is None else bias
         arrays = [floats(t) for t in (dy, x, taps, shift)]
         split(_through_silu, rows, 8 * x.numel(), *arrays, mask, floats(d))
         dy = d
-    dx, dtaps = torch.empty(x.shape), torch.empty(blocks, *taps.shape)
+    dx, dtaps = fresh(*x.shape), fresh(blocks, *taps.shape)
     arrays = [floats(t) for t in (dy, x, taps)]
     split(_backward, blocks, 8 * x.numel(), *arrays, mask, floats(dx), floats(dtaps))
     return dx, dtaps.sum(0), None if bias is None else dy.sum((0, 1))

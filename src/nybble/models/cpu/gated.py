@@ -1,9 +1,9 @@
 """RMS norm of x * silu(gate) over groups of columns, and its derivative. T rows of D columns in G groups."""
 
 import numpy as np
-import torch
 from torch import Tensor
 
+from nybble.kernels.cpu.scratch import fresh
 from nybble.kernels.cpu.threads import split
 from nybble.models.cpu.jit import Floats, floats, kernel, sigmoid
 
@@ -73,7 +73,7 @@ def _backward(
 def forward(x: Tensor, gate: Tensor, weight: Tensor, groups: int, eps: float) -> tuple[Tensor, Tensor]:
     """The normalised [..., D] and the reciprocal root of each group [T, G]."""
     D = x.shape[-1]
-    y, rstd = torch.empty(x.shape), torch.empty(x.numel() // D, groups)
+    y, rstd = fresh(*x.shape), fresh(x.numel() // D, groups)
     arrays = floats(x).reshape(-1, D), floats(gate).reshape(-1, D), floats(weight), np.float32(eps)
     split(_forward, rstd.shape[0], 8 * x.numel(), *arrays, floats(y).reshape(-1, D), floats(rstd))
     return y, rstd
@@ -84,7 +84,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dx and dgate [..., D], dweight [D]."""
     D, blocks = x.shape[-1], -(-rstd.shape[0] // BLOCK_ROWS)
-    dx, dgate, dweight = torch.empty(x.shape), torch.empty(x.shape), torch.empty(blocks, D)
+    dx, dgate, dweight = fresh(*x.shape), fresh(*x.shape), fresh(blocks, D)
     arrays = [floats(t).reshape(-1, D) for t in (dy, x, gate)]
     made = floats(dx).reshape(-1, D), floats(dgate).reshape(-1, D), floats(dweight)
     split(_backward, blocks, 16 * x.numel(), *arrays, floats(weight), floats(rstd), *made)

@@ -1,52 +1,41 @@
 """How the kernels are compiled and called, and the elementary functions they share."""
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numba import njit
+from llvmlite import ir  # type: ignore[import-untyped]
+from numba import carray, njit, types
+from numba.extending import intrinsic
 from numpy.typing import NDArray
 from torch import Tensor
 
+from nybble.kernels.cpu import jit
+from nybble.kernels.cpu.jit import INSIDE, Kernel
 from nybble.kernels.cpu.source import dense
 
 FAST = {"contract", "reassoc", "nsz", "arcp"}
 """What the compiler may do to floats. NaN and infinity keep their meaning."""
-
-INSIDE: dict[str, Any] = {
-    "error_model": "numpy",
-    "boundscheck": False,
-    "no_cpython_wrapper": True,
-    "no_cfunc_wrapper": True,
-}
-"""How functions are compiled that only kernels call."""
 
 Floats = NDArray[np.float32]
 
 
 @cache
 def source_digest() -> bytes:
-    """Digest of this folder: a cached kernel is stale when a helper in another file has changed."""
-    digest = hashlib.sha256()
+    """Digest of this folder and that of the kernels: a cached kernel is stale when a helper in another file
+    has changed."""
+    digest = hashlib.sha256(jit.source_digest())
     for path in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(path.read_bytes())
     return digest.digest()
 
 
-def kernel(function: Callable[..., Any]) -> Any:
+def kernel(function: Callable[..., Any]) -> Kernel:
     """Compile on the first call, without the interpreter lock; cached where a folder can be written."""
-    options: dict[str, Any] = {"nogil": True, "error_model": "numpy", "boundscheck": False, "fastmath": FAST}
-    try:
-        compiled = njit(cache=True, **options)(function)
-    except RuntimeError:  # nowhere to cache
-        return njit(**options)(function)
-    index: Any = getattr(compiled._cache, "_cache_file", None)
-    if hasattr(index, "_source_stamp"):
-        index._source_stamp = source_digest()
-    return compiled
+    return Kernel(function, source_digest(), fastmath=FAST)
 
 
 def helper(function: Callable[..., Any]) -> Any:
@@ -65,6 +54,27 @@ def floats(x: Tensor) -> Floats:
     """A contiguous tensor as a numpy array over the same memory."""
     array: Floats = dense(x)
     return array
+
+
+def addresses(tensors: Sequence[Tensor]) -> NDArray[np.int64]:
+    """Where contiguous FP32 tensors lie, for `line`; whoever calls keeps them alive."""
+    assert all(x.is_contiguous() for x in tensors)
+    return np.array([x.data_ptr() for x in tensors], dtype=np.int64)
+
+
+@intrinsic
+def _pointer(_typing: Any, address: Any) -> Any:  # numba matches the names
+    def codegen(_context: Any, builder: Any, _signature: Any, values: Any) -> Any:
+        return builder.inttoptr(values[0], ir.FloatType().as_pointer())
+
+    return types.CPointer(types.float32)(address), codegen
+
+
+@helper
+def line(address: int, row: int, length: int) -> Floats:
+    """Row `row` of the matrix of rows of `length` that lies at `address`."""
+    row_of: Floats = carray(_pointer(address + 4 * row * length), (length,))
+    return row_of
 
 
 @helper

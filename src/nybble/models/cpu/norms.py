@@ -1,9 +1,9 @@
 """RMS norm and L2 clip over the last axis. R rows of D columns; for the clip, row r is of head r % heads."""
 
 import numpy as np
-import torch
 from torch import Tensor
 
+from nybble.kernels.cpu.scratch import fresh
 from nybble.kernels.cpu.threads import split
 from nybble.models.cpu.jit import Floats, floats, kernel
 
@@ -123,7 +123,7 @@ def _blocks(rows: int) -> int:
 def rms(x: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
     """x / sqrt(mean(x^2) + eps) * weight [D] of x [..., D], and the reciprocal root of each row."""
     D = x.shape[-1]
-    y, rstd = torch.empty(x.shape), torch.empty(x.shape[:-1])
+    y, rstd = fresh(*x.shape), fresh(*x.shape[:-1])
     weight = x.new_empty(0) if weight is None else weight
     arrays = floats(x).reshape(-1, D), floats(weight), np.float32(eps), floats(y).reshape(-1, D)
     split(_rms, rstd.numel(), 2 * x.numel(), *arrays, floats(rstd).reshape(-1))
@@ -133,7 +133,7 @@ def rms(x: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
 def rms_backward(dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor) -> tuple[Tensor, Tensor]:
     """d x [..., D] and d weight [D]."""
     D, blocks = x.shape[-1], _blocks(rstd.numel())
-    dx, dweight = torch.empty(x.shape), torch.empty(blocks, D)
+    dx, dweight = fresh(*x.shape), fresh(blocks, D)
     weight = x.new_empty(0) if weight is None else weight
     arrays = [floats(t).reshape(-1, D) for t in (dy, x)]
     rest = floats(weight), floats(rstd).reshape(-1), floats(dx).reshape(-1, D), floats(dweight)
@@ -144,7 +144,7 @@ def rms_backward(dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor) -> 
 def clip(x: Tensor, scale: Tensor, gain: Tensor | None, limit: float) -> tuple[Tensor, Tensor]:
     """x [..., heads, D] * scale [heads, D], shrunk to norm `limit`, times gain [rows / heads]; the norms."""
     D = x.shape[-1]
-    y, norms = torch.empty(x.shape), torch.empty(x.shape[:-1])
+    y, norms = fresh(*x.shape), fresh(*x.shape[:-1])
     gain = x.new_empty(0) if gain is None else gain
     arrays = floats(x).reshape(-1, D), floats(scale), floats(gain).reshape(-1), np.float32(limit)
     split(_clip, norms.numel(), 2 * x.numel(), *arrays, floats(y).reshape(-1, D), floats(norms).reshape(-1))
@@ -156,7 +156,7 @@ def clip_backward(
 ) -> tuple[Tensor, Tensor]:
     """d x [..., heads, D] and d scale [heads, D]."""
     D, blocks = x.shape[-1], _blocks(norms.numel() // scale.shape[0])
-    dx, dscale = torch.empty(x.shape), torch.empty(blocks, *scale.shape)
+    dx, dscale = fresh(*x.shape), fresh(blocks, *scale.shape)
     gain = x.new_empty(0) if gain is None else gain
     arrays = [floats(t).reshape(-1, D) for t in (dy, x)]
     rest = floats(scale), floats(gain).reshape(-1), np.float32(limit), floats(norms).reshape(-1)

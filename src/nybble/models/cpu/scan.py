@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nybble.kernels.cpu.scratch import fresh
 from nybble.kernels.cpu.threads import split
 from nybble.models.cpu import scan_passes as passes
 from nybble.models.cpu.jit import floats
@@ -95,7 +96,7 @@ def forward(
     """y [B, S, H * P], and the states before each chunk, [B * n, G, N, R * P]."""
     (B, S), (H, P, G, N) = xbc.shape[:2], shape
     xbc, dt = xbc.contiguous(), dt.contiguous()
-    y = torch.empty(B, S, H * P)
+    y = fresh(B, S, H * P)
     n = -(-S // min(CHUNK, S))
     prev = torch.empty(B * n, G, N, H // G * P)
     for part in _parts(B, S):
@@ -128,7 +129,7 @@ def backward(
     (B, S), (H, _, G, _) = xbc.shape[:2], shape
     xbc, dt, dy = xbc.contiguous(), dt.contiguous(), dy.contiguous()
     n = -(-S // min(CHUNK, S))
-    dxbc, ddt = torch.empty(xbc.shape), torch.empty(dt.shape)
+    dxbc, ddt = fresh(*xbc.shape), fresh(*dt.shape)
     dA, dD, dlast = torch.empty(B * n, H), torch.empty(B * n, H), torch.empty(B * n, H)
     for part in _parts(B, S):
         count = part.stop - part.start

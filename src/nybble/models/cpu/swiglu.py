@@ -4,6 +4,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nybble.kernels.cpu.scratch import fresh
 from nybble.kernels.cpu.threads import split
 from nybble.models.cpu.jit import Floats, floats, kernel, sigmoid, tanh
 
@@ -68,7 +69,7 @@ def _backward(
 
 def forward(h: Tensor, caps: tuple[float, float]) -> Tensor:
     """h [R, 2I], gate then up -> [R, I]."""
-    out = h.new_empty(h.shape[0], h.shape[1] // 2)
+    out = fresh(h.shape[0], h.shape[1] // 2)
     split(_forward, h.shape[0], 16 * out.numel(), floats(h), floats(out), *map(np.float32, caps))
     return out
 
@@ -78,7 +79,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Of y = w * forward(h): dh [R, 2I], y [R, I] and dw [R], for dy [R, I] and w [R] or ones."""
     w = h.new_ones(h.shape[0]) if w is None else w
-    d, act, dw = torch.empty_like(h), torch.empty_like(dy), torch.empty_like(w)
+    d, act, dw = fresh(*h.shape), fresh(*dy.shape), fresh(*w.shape)
     arrays = [floats(x) for x in (h, dy, w, d, act, dw)]
     split(_backward, h.shape[0], 32 * dy.numel(), *arrays, *map(np.float32, caps))
     return d, act, dw

@@ -61,8 +61,7 @@ class _ShortConvolution(torch.autograd.Function):
         taps = plain_taps(weight)
         ctx.save_for_backward(x, taps, *same)
         ctx.has_residual = residual is not None
-        y = fused.forward(x, taps, None, same, False)
-        return y if residual is None else y.add_(residual)
+        return fused.forward(x, taps, None, same, False, residual)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:

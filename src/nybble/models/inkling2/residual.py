@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from nybble.models.cpu import mix as fused
-from nybble.models.cpu import norms as cpu_norms
 from nybble.models.cuda import on_gpu
 from nybble.models.norms import RMSNorm, by_hand, plain_rms_norm
 
@@ -23,30 +22,19 @@ class _MixNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, eps: float, query: Tensor, partial: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
         n, H = query.shape
-        weights, blocks = rest[:n], _stacked(rest[n:])
-        scaled = query * H**-0.5
-        outs, *saved = fused.forward(scaled, partial, blocks, EPS)
-        normed, roots = zip(
-            *(cpu_norms.rms(out, w, eps) for out, w in zip(outs, weights, strict=True)), strict=True
-        )
-        ctx.save_for_backward(scaled, partial, blocks, *saved, outs, *weights, *roots)
-        return normed
+        scaled, partial, *others = (x.contiguous() for x in (query * H**-0.5, partial, *rest))
+        ys, saved = fused.forward(scaled, partial, others[n:], others[:n], EPS, eps)
+        ctx.save_for_backward(scaled, partial, *others, *saved)
+        return tuple(ys)
 
     @staticmethod
-    def backward(ctx: Any, *douts: Tensor) -> tuple[Tensor | None, ...]:
-        scaled, partial, blocks, *mixing, outs = (saved := ctx.saved_tensors)[:7]
-        n, rest = len(douts), saved[7:]
-        pairs = [
-            cpu_norms.rms_backward(d, out, weight, root)
-            for d, out, weight, root in zip(douts, outs, rest[:n], rest[n:], strict=True)
-        ]
-        d = _stacked(tuple(d for d, _ in pairs))
-        dscaled, dpartial, dblocks = fused.backward(d, scaled, partial, blocks, *mixing)
-        return None, dscaled * scaled.shape[1] ** -0.5, dpartial, *(dw for _, dw in pairs), *dblocks.unbind(0)
-
-
-def _stacked(tensors: tuple[Tensor, ...]) -> Tensor:
-    return tensors[0][None] if len(tensors) == 1 else torch.stack(tensors)
+    def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
+        scaled, partial, *rest = ctx.saved_tensors
+        n, (gains_and_blocks, saved) = len(dys), (rest[:-4], rest[-4:])
+        gains, blocks = gains_and_blocks[:n], gains_and_blocks[n:]
+        gradients = [dy.contiguous() for dy in dys]
+        dq, dpartial, dblocks, dgains = fused.backward(gradients, scaled, partial, blocks, gains, saved)
+        return None, dq * scaled.shape[1] ** -0.5, dpartial, *dgains, *dblocks
 
 
 class BlockAttentionResidual(nn.Module):

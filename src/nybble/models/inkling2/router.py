@@ -7,6 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import Inkling2TextConfig
 
+from nybble.kernels.cpu.product import matmul
+from nybble.kernels.cpu.scratch import fresh
 from nybble.models.cpu import router as fused
 from nybble.models.cuda import on_gpu
 from nybble.models.norms import by_hand
@@ -45,7 +47,7 @@ class _Routed(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, shift: Tensor, k: int, gain: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        logits = F.linear(hidden, weight)
+        logits = matmul(hidden, weight.T, fresh(len(hidden), len(weight)))
         scores, experts, weights = fused.choose(logits, shift, k, gain)
         ctx.save_for_backward(hidden, weight, scores, experts)
         ctx.gain = gain
@@ -64,7 +66,8 @@ class _Routed(torch.autograd.Function):
             else fused.backward(dweights, scores, experts, ctx.gain)
         )
         d = d if dlogits is None else d + dlogits
-        return torch.mm(d, weight), torch.mm(d.T, hidden), None, None, None
+        dhidden, dweight = fresh(*hidden.shape), fresh(*weight.shape)
+        return matmul(d, weight, dhidden), matmul(d.T, hidden, dweight), None, None, None
 
 
 class Router(nn.Module):

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from nybble.kernels.cpu.bf16 import rounded
-from nybble.kernels.cpu.scratch import room
+from nybble.kernels.cpu.product import matmul
+from nybble.kernels.cpu.scratch import fresh
 from nybble.models.context import Context
 from nybble.models.cpu import attention as fused
 from nybble.models.cpu import heads
@@ -45,12 +46,13 @@ class WholeAttention(torch.autograd.Function):
         operands = [plan.operand(x) for x in inputs]
         made: list[Tensor] = []
         for x, weights in zip(operands, _grouped(projections, plan.groups), strict=True):
-            made += torch.mm(plan.operand(torch.cat(weights)), x.T).split([len(w) for w in weights])
+            whole = fresh(sum(len(w) for w in weights), len(x))
+            made += matmul(plan.operand(torch.cat(weights)), x.T, whole).split([len(w) for w in weights])
         out, lse, gated = fused.forward(_heads(made), _weights(small), plan.tokens, plan.numbers)
         gated = plan.operand(gated)
         ctx.save_for_backward(*operands, *tensors[len(inputs) :], *made, out, lse, gated)
         ctx.plan = plan
-        return torch.mm(gated.T, plan.operand(output).T)
+        return matmul(gated.T, plan.operand(output).T, fresh(gated.shape[1], len(output)))
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -60,21 +62,18 @@ class WholeAttention(torch.autograd.Function):
         *made, out, lse, gated = saved[count:]
         dy = plan.operand(dy)
         groups = _grouped(projections, plan.groups)
-        wholes = [
-            room(f"projections {i}", sum(len(w) for w in weights), len(dy))
-            for i, weights in enumerate(groups)
-        ]
+        wholes = [fresh(sum(len(w) for w in weights), len(dy)) for weights in groups]
         dmade = [
             d for whole, ws in zip(wholes, groups, strict=True) for d in whole.split([len(w) for w in ws])
         ]
-        dgated = torch.mm(plan.operand(output).T, dy.T, out=room("gated", *gated.shape))
+        dgated = matmul(plan.operand(output).T, dy.T, fresh(*gated.shape))
         dsmall = _backward(dgated, plan, made, small, out, lse, dmade)
         dinputs, dprojections = [], []
         for x, whole, weights in zip(inputs, wholes, groups, strict=True):
             d = plan.operand(whole)
-            dinputs.append(torch.mm(d.T, plan.operand(torch.cat(weights))))
-            dprojections += torch.mm(d, x).split([len(w) for w in weights])
-        return None, *dinputs, *dsmall, *dprojections, torch.mm(dy.T, gated.T)
+            dinputs.append(matmul(d.T, plan.operand(torch.cat(weights)), fresh(*x.shape)))
+            dprojections += matmul(d, x, fresh(len(d), x.shape[1])).split([len(w) for w in weights])
+        return None, *dinputs, *dsmall, *dprojections, matmul(dy.T, gated.T, fresh(*output.shape))
 
 
 class AttentionBetween(torch.autograd.Function):

@@ -6,12 +6,17 @@ registers by itself, so that a tile is written out as LLVM's vectors, which fit 
 
 from typing import Any
 
-from llvmlite import ir  # type: ignore[import-untyped]
+import llvmlite.binding  # type: ignore[import-untyped]
+import numpy as np
+from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
+from numpy.typing import NDArray
 
-from nybble.models.cpu.jit import Floats, helper
+from nybble.kernels.cpu.jit import helper
+
+Floats = NDArray[np.float32]
 
 LANES = 16
 """Columns of a tile; buffers whose rows are padded to a multiple of it are multiplied fastest."""
@@ -22,7 +27,7 @@ FUSED = ("contract",)
 """Multiplication and addition may become one instruction."""
 
 
-def _tile(rows: int, lanes: int) -> Any:
+def tile(rows: int, lanes: int) -> Any:
     """An intrinsic: `rows` by `lanes` of c (+)= a @ b, each given by an array, an offset and steps."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -75,8 +80,8 @@ def _tile(rows: int, lanes: int) -> Any:
     return intrinsic(typing)
 
 
-_whole, _row = _tile(ROWS, LANES), _tile(1, LANES)
-_one = _tile(1, 1)
+_whole, _row = tile(ROWS, LANES), tile(1, LANES)
+_one = tile(1, 1)
 
 
 @helper
@@ -101,3 +106,66 @@ def multiply(
         for i in range(M):
             x, y = a_at + i * a_row, c_at + i * c_row + n
             _one(a, x, a_row, a_step, b, b_at + n, b_step, c, y, c_row, K, add)
+
+
+def transpose(size: int) -> Any:
+    """An intrinsic: `size` (2, 4 or 8) rows of as many numbers become columns, through registers; each side
+    given by an array, an offset and a step between rows."""
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        x, x_at, x_row, y, y_at, y_row = arguments
+        vector, index = ir.VectorType(ir.FloatType(), size), ir.IntType(32)
+
+        def row(array: Any, which: int, at: Any, step: Any, i: int) -> Any:
+            data = context.make_array(signature.args[which])(context, builder, array).data
+            place = builder.add(at, builder.mul(step, ir.Constant(step.type, i)))
+            return builder.bitcast(builder.gep(data, [place]), vector.as_pointer())
+
+        rows = [builder.load(row(x, 0, x_at, x_row, i), align=4) for i in range(size)]
+        half = size // 2
+        while half:  # exchange blocks of half by half numbers across the diagonal
+            low = [i if not i & half else size + (i ^ half) for i in range(size)]
+            high = [i | half if not i & half else size + i for i in range(size)]
+            masks = [ir.Constant(ir.VectorType(index, size), mask) for mask in (low, high)]
+            for i in range(size):
+                if not i & half:
+                    pair = rows[i], rows[i | half]
+                    rows[i], rows[i | half] = (builder.shuffle_vector(*pair, mask) for mask in masks)
+            half //= 2
+        for i, column in enumerate(rows):
+            builder.store(column, row(y, 3, y_at, y_row, i), align=4)
+        return context.get_dummy_value()
+
+    def typing(_context: Any, x: Any, x_at: Any, x_row: Any, y: Any, y_at: Any, y_row: Any) -> Any:
+        del x_at, x_row, y_at, y_row
+        n = types.intp
+        return types.void(x, n, n, y, n, n), codegen
+
+    return intrinsic(typing)
+
+
+def move(lanes: int) -> Any:
+    """An intrinsic: as many neighbours copied; each side given by an array and an offset."""
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        vector = ir.VectorType(ir.FloatType(), lanes)
+        x, y = (
+            builder.bitcast(
+                builder.gep(context.make_array(signature.args[i])(context, builder, arguments[i]).data, [at]),
+                vector.as_pointer(),
+            )
+            for i, at in ((0, arguments[1]), (2, arguments[3]))
+        )
+        builder.store(builder.load(x, align=4), y, align=4)
+        return context.get_dummy_value()
+
+    def typing(_context: Any, x: Any, x_at: Any, y: Any, y_at: Any) -> Any:
+        del x_at, y_at
+        return types.void(x, types.intp, y, types.intp), codegen
+
+    return intrinsic(typing)
+
+
+def vector_lanes() -> int:
+    """FP32 numbers of a register of this machine's widest vectors that are worth using."""
+    return 16 if llvmlite.binding.get_host_cpu_features().get("avx512f") else 8
