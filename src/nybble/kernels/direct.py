@@ -44,6 +44,11 @@ def eager() -> bool:
     return not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack() == 0
 
 
+def by_hand(x: Any) -> bool:
+    """Whether passes by hand serve: FP32 on a CPU, where nothing wants to see every operator."""
+    return x.device.type == "cpu" and x.dtype == torch.float32 and unseen(x)
+
+
 quantize = Op(ops.quantize)
 dequantize = Op(ops.dequantize)
 fake_quantize = Op(ops.fake_quantize)

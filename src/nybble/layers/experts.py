@@ -15,10 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from nybble.kernels.cpu.rows import sort
+from nybble.kernels.direct import by_hand
 from nybble.layers import kept
 from nybble.layers.activation import Activation
 from nybble.layers.expert_pass import Plan
-from nybble.layers.experts_by_hand import ExpertsByHand, by_hand
+from nybble.layers.experts_by_hand import ExpertsByHand
 from nybble.layers.fused_experts import FusedExperts, fits
 from nybble.layers.linear import planned
 from nybble.layers.operand import Codes

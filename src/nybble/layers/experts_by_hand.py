@@ -16,7 +16,6 @@ from nybble.kernels.cpu import rows as passes
 from nybble.kernels.cpu.bf16 import rounded
 from nybble.kernels.cpu.product import grouped_columns, grouped_rows
 from nybble.kernels.cpu.scratch import fresh
-from nybble.kernels.direct import eager
 
 
 class Pass(Protocol):
@@ -27,11 +26,6 @@ class Pass(Protocol):
 
     def backward(self, h: Tensor, dy: Tensor, w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Of y = w * forward(h): dh [R, W], y [R, I] and dw [R], for dy [R, I] and w [R]."""
-
-
-def by_hand(x: Tensor) -> bool:
-    """Whether passes by hand serve: FP32 on a CPU, where nothing wants to see every operator."""
-    return x.device.type == "cpu" and x.dtype == torch.float32 and eager()
 
 
 class ExpertsByHand(torch.autograd.Function):

@@ -14,7 +14,9 @@ from torch import Tensor
 from nybble.formats.grouped import group_slices
 from nybble.kernels import hopper
 from nybble.kernels.blackwell import Coded, product, product_of_groups, product_of_rows
-from nybble.kernels.cpu.threads import each
+from nybble.kernels.cpu import product as tiled
+from nybble.kernels.cpu.scratch import fresh
+from nybble.kernels.direct import by_hand
 from nybble.kernels.expert_rows import zero_behind
 from nybble.kernels.fused import direct
 
@@ -32,6 +34,8 @@ def matmul(a: Any, b: Any, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
         and (scale is not None or dtype == torch.float32)
     ):
         y = torch.mm(a, b, out_dtype=torch.float32)
+    elif by_hand(a) and by_hand(b):
+        y = tiled.matmul(a, b, fresh(a.shape[0], b.shape[1]))
     else:
         y = torch.mm(a, b)
     return scaled(y, scale).to(dtype)
@@ -93,13 +97,14 @@ def _grouped_rows(a: Tensor, w: Tensor, offs: Tensor, transpose: bool, clear: bo
         if not clear:
             return out
         return out.masked_fill_(torch.arange(a.shape[0], device=a.device)[:, None] >= offs[-1], 0)
-    out, parts = a.new_empty(a.shape[0], w.shape[-1]), group_slices(offs)
-
-    def expert(e: int) -> None:
-        torch.mm(a[parts[e]], w[e], out=out[parts[e]])
-
-    each(expert, [part.stop - part.start for part in parts])
-    out[parts[-1].stop if parts else 0 :].zero_()
+    if a.device.type == "cpu" and a.dtype == torch.float32:
+        out = fresh(a.shape[0], w.shape[-1])
+        tiled.grouped_rows(a, w.transpose(-2, -1) if transpose else w, offs, transpose, out)
+    else:
+        out = a.new_empty(a.shape[0], w.shape[-1])
+        for e, part in enumerate(group_slices(offs)):
+            torch.mm(a[part], w[e], out=out[part])
+    out[int(offs[-1]) if len(offs) else 0 :].zero_()
     return out
 
 
@@ -109,12 +114,13 @@ def _grouped_columns(a: Tensor, b: Tensor, offs: Tensor, dtype: torch.dtype) -> 
     expert."""
     if a.device.type == "cuda" and a.dtype == torch.bfloat16:
         return F.grouped_mm(a.t(), b, offs=offs).to(dtype)
-    out, parts = a.new_empty(offs.shape[0], a.shape[1], b.shape[1]), group_slices(offs)
-
-    def expert(e: int) -> None:
-        torch.mm(a[parts[e]].t(), b[parts[e]], out=out[e])  # no rows give zeros
-
-    each(expert, [part.stop - part.start for part in parts])
+    if a.device.type == "cpu" and a.dtype == torch.float32:
+        out = fresh(offs.shape[0], a.shape[1], b.shape[1])
+        tiled.grouped_columns(a, b, offs, False, out)
+    else:
+        out = a.new_empty(offs.shape[0], a.shape[1], b.shape[1])
+        for e, part in enumerate(group_slices(offs)):
+            torch.mm(a[part].t(), b[part], out=out[e])  # no rows give zeros
     return out.to(dtype) if out.dtype != dtype else out
 
 

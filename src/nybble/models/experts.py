@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nybble.kernels.cpu import rows as passes
-from nybble.layers.experts_by_hand import ExpertsByHand, Pass, by_hand
+from nybble.kernels.direct import by_hand
+from nybble.layers.experts_by_hand import ExpertsByHand, Pass
 
 
 def sort_by_expert(experts: Tensor, E: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nybble.kernels.cpu.product import matmul
 from nybble.kernels.cpu.scratch import fresh
-from nybble.layers.experts_by_hand import by_hand
+from nybble.kernels.direct import by_hand
 from nybble.models.cpu import head as fused
 from nybble.models.cuda import on_gpu
 

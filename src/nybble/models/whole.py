@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from nybble.layers.experts_by_hand import by_hand
+from nybble.kernels.direct import by_hand
 from nybble.layers.linear import Linear as Converted
 from nybble.models.linear import Linear
 

@@ -7,11 +7,13 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from cpu_cases import KEY, OPS, difference, hard
+from numba import types
 
-from nybble.kernels.cpu import threads
+from nybble.kernels.cpu import jit, threads
 
 X = hard(300, 700)
 OFFS = torch.tensor([50, 50, 130, 300], dtype=torch.int32)
@@ -69,35 +71,43 @@ def test_without_a_team_a_pool_covers_each_item(monkeypatch: pytest.MonkeyPatch)
     test_failure_in_a_thread_reaches_the_caller(monkeypatch)
 
 
+_yield = types.ExternalFunction("sched_yield", types.int32())
+
+
+@jit.kernel
+def _meet(first: int, last: int, seen: Any, met: Any) -> None:
+    """Waits, for a minute or two at most, for the work on the other of two items to begin."""
+    for i in range(first, last):
+        seen[i] = 1
+        for _ in range(1 << 28):
+            if seen[1 - i] == 1:
+                met[i] = 1
+                break
+            _yield()
+
+
+@jit.kernel
+def _too_large(first: int, last: int, out: Any) -> None:
+    for i in range(first, last):
+        out[i] = np.empty(1 << (40 + out.shape[0]), dtype=np.float32)[i]
+
+
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="torch's threads are found on Linux only")
-def test_work_runs_on_the_threads_of_torch() -> None:
+@pytest.mark.usefixtures("many_threads")
+def test_kernels_run_on_the_threads_of_torch() -> None:
     assert threads.team.available()
-    seen: set[int] = set()
-    together = threading.Barrier(2, timeout=60)  # breaks unless two threads work at once
-
-    def work() -> None:
-        together.wait()
-        seen.add(threading.get_ident())
-
-    threads.team.run(work, 2)
-    assert len(seen) == 2
-
-
-@pytest.mark.parametrize("sizes", [[], [3], [5, 5, 5, 5], [1, 90, 1], [0, 0, 4, 4]])
-def test_each_calls_every_item_once_without_recording_gradients(sizes: list[int]) -> None:
-    before = torch.get_num_threads()
     torch.set_num_threads(2)
-    weight, seen = torch.ones(3, 3, requires_grad=True), []
+    seen, met = np.zeros(2, dtype=np.int64), np.zeros(2, dtype=np.int64)
+    threads.split(_meet, 2, 1 << 30, seen, met)
+    assert met.tolist() == [1, 1]
 
-    def work(i: int) -> None:
-        assert not torch.mm(weight, weight).requires_grad
-        seen.append(i)
 
-    try:
-        threads.each(work, sizes)
-    finally:
-        torch.set_num_threads(before)
-    assert sorted(seen) == list(range(len(sizes)))
+@pytest.mark.usefixtures("many_threads")
+def test_a_kernel_without_memory_says_so() -> None:
+    for count in (1, 2):
+        torch.set_num_threads(count)
+        with pytest.raises(MemoryError, match="no memory for the kernel _too_large"):
+            threads.split(_too_large, 8, 1 << 30, np.zeros(8, dtype=np.float32))
 
 
 @pytest.mark.usefixtures("many_threads")

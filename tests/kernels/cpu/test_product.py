@@ -61,22 +61,23 @@ def test_columns_of_groups(sizes: list[int], N: int, M: int) -> None:
 def test_matrices_in_any_layout(M: int, N: int, K: int, a_by_columns: bool, b_by_columns: bool) -> None:
     a = torch.randn(K, M).T if a_by_columns else torch.randn(M, K)
     b = torch.randn(N, K).T if b_by_columns else torch.randn(K, N)
-    got = product.matmul(a, b, torch.empty(M, N))
-    assert got.shape == (M, N)
-    if got.numel():
-        _near(got, a.double() @ b.double(), K)
+    for function in (product.matmul, product.tiles):
+        got = function(a, b, torch.empty(M, N))
+        assert got.shape == (M, N)
+        if got.numel():
+            _near(got, a.double() @ b.double(), K)
 
 
 def test_a_row_has_the_same_bits_among_others_and_alone() -> None:
     a, b = torch.randn(101, 300), torch.randn(300, 50)
-    whole = product.matmul(a, b, torch.empty(101, 50))
+    whole = product.tiles(a, b, torch.empty(101, 50))
     for i in (0, 5, 97, 100):
-        assert torch.equal(product.matmul(a[i : i + 1], b, torch.empty(1, 50))[0], whole[i])
+        assert torch.equal(product.tiles(a[i : i + 1], b, torch.empty(1, 50))[0], whole[i])
 
 
 def test_not_a_number_stays_in_its_row() -> None:
     a, b = torch.randn(13, 20), torch.randn(20, 24)
     a[4, 3] = torch.nan
-    bad = product.matmul(a, b, torch.empty(13, 24)).isnan()
+    bad = product.tiles(a, b, torch.empty(13, 24)).isnan()
     assert bad[4].all()
     assert bad.sum() == 24

@@ -2,12 +2,12 @@
 
 import hashlib
 from collections.abc import Callable
-from functools import cache, cached_property
+from functools import cache
 from pathlib import Path
-from types import FunctionType
 from typing import Any
 
-from numba import njit
+from numba import intp, njit, typeof
+from numba._dispatcher import compute_fingerprint
 
 from nybble.kernels.cpu import crew
 
@@ -40,36 +40,33 @@ class Kernel:
     """
 
     def __init__(self, function: Callable[..., Any], stamp: bytes, **options: Any) -> None:
-        self.function, self.stamp, self.__name__ = function, stamp, function.__name__
-        self.inside = njit(**INSIDE, **options)(function)
-
-    @cached_property
-    def entry(self) -> Any:
-        """The way in from Python: (team, threads, pieces, begin, end, *arguments), see `crew.share_out`."""
-        name, code = f"{self.function.__qualname__}_entry", self.function.__code__
-        # as if it were written beside the kernel: there is where numba keeps what it compiled
-        code = _entry.__code__.replace(
-            co_filename=code.co_filename, co_firstlineno=code.co_firstlineno, co_name=name, co_qualname=name
-        )
-        names = {"kernel": self.inside, "share_out": crew.share_out, "__name__": self.function.__module__}
-        function = FunctionType(code, names, name)
-        function.__module__ = self.function.__module__
-        return compiled(function, self.stamp)
+        self.function = compiled(function, stamp, **INSIDE, **options)
+        self._addresses: dict[bytes, int] = {}
 
     def __call__(self, first: int, last: int, *arguments: Any) -> None:
-        self._check(self.entry(0, 1, 1, first, last, *arguments))
+        self._run(0, 1, 1, first, last, arguments)
 
     def shared(self, team: int, threads: int, pieces: int, items: int, *arguments: Any) -> None:
         """Call it on `pieces` ranges that together cover `items`; `team` is `team.address()`."""
-        self._check(self.entry(team, threads, pieces, 0, items, *arguments))
+        self._run(team, threads, pieces, 0, items, arguments)
 
-    def _check(self, failed: bool) -> None:
-        if failed:  # all that a kernel can fail in is to find memory for itself
-            raise MemoryError(f"no memory for the kernel {self.__name__}")
+    def _run(
+        self, team: int, threads: int, pieces: int, begin: int, end: int, arguments: tuple[Any, ...]
+    ) -> None:
+        kind = compute_fingerprint(arguments)
+        address = self._addresses.get(kind) or self._compile(kind, arguments)
+        if _share_out(address, team, threads, pieces, begin, end, *arguments):
+            # all that a kernel can fail in is to find memory for itself
+            raise MemoryError(f"no memory for the kernel {self.function.__name__}")
 
-
-def _entry(team: int, threads: int, pieces: int, begin: int, end: int, *arguments: Any) -> Any:
-    return share_out(kernel, (team, threads, pieces, begin, end), arguments)  # type: ignore[name-defined]  # noqa: F821
+    def _compile(self, kind: bytes, arguments: tuple[Any, ...]) -> int:
+        """The address of the machine code for arguments of these types."""
+        types = (intp, intp, *(typeof(argument) for argument in arguments))
+        self.function.compile(types)
+        made = self.function.overloads[types]
+        address: int = made.library.get_pointer_to_function(made.fndesc.llvm_func_name)
+        self._addresses[kind] = address
+        return address
 
 
 def kernel(function: Callable[..., Any]) -> Kernel:
@@ -82,12 +79,12 @@ def kernel(function: Callable[..., Any]) -> Kernel:
     return Kernel(function, source_digest())
 
 
-def compiled(function: Callable[..., Any], stamp: bytes) -> Any:
+def compiled(function: Callable[..., Any], stamp: bytes, **options: Any) -> Any:
     """`function`, to be compiled on its first call; what a disk holds of it is stale under another stamp.
 
     The cache lives in NUMBA_CACHE_DIR, else beside the source, else in the user's cache folder, else nowhere.
     """
-    options: dict[str, Any] = {"nogil": True, "error_model": "numpy", "boundscheck": False}
+    options = {"nogil": True, "error_model": "numpy", "boundscheck": False} | options
     try:
         made = njit(cache=True, **options)(function)
     except RuntimeError:  # no folder to cache in can be written: compile anew in each process
@@ -101,3 +98,6 @@ def compiled(function: Callable[..., Any], stamp: bytes) -> Any:
 def helper(function: Callable[..., Any]) -> Any:
     """Compile `function` for use inside kernels; it is linked into them and not cached by itself."""
     return njit(**INSIDE)(function)
+
+
+_share_out = compiled(crew.share_out, source_digest())

@@ -30,6 +30,9 @@ DEPTH = 4096 // LANES
 STRIP = 192
 """Most columns at a time of a left operand that lies by columns: they are copied to where they lie dense."""
 
+FEW = 2 * ROWS
+"""Rows below which a BLAS is faster."""
+
 ITEMS = 8
 """Least work items of a product, so that threads end together."""
 
@@ -201,7 +204,17 @@ def grouped_columns(
 
 
 def matmul(a: Tensor, b: Tensor, out: Tensor, add: bool = False) -> Tensor:
-    """out = a [M, K] @ b [K, N], or added to what it holds; a and b or their transposes are contiguous."""
+    """out = a [M, K] @ b [K, N], or added to what it holds; by a BLAS where there are few rows."""
+    if a.shape[0] < FEW:
+        return out.addmm_(a, b) if add else torch.mm(a, b, out=out)
+    return tiles(a, b, out, add)
+
+
+def tiles(a: Tensor, b: Tensor, out: Tensor, add: bool = False) -> Tensor:
+    """The same, in any case by the tiles above: a row has the same bits among others and alone.
+
+    Fast where a and b or their transposes are contiguous.
+    """
     across = not b.is_contiguous()
     b = b.T if across else b
     if a.is_contiguous():

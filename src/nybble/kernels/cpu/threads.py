@@ -2,7 +2,7 @@
 
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -16,9 +16,6 @@ MIN_ELEMENTS_PER_THREAD = 1 << 15
 
 # Large calls are dealt out in pieces of about this size, so that a slow thread takes fewer.
 ELEMENTS_PER_PIECE = 1 << 17
-
-# An item of more than this share of what a thread should have leaves the others waiting.
-UNEVEN = 1.25
 
 _lock = threading.Lock()
 _pool: ThreadPoolExecutor | None = None
@@ -52,23 +49,20 @@ def split(function: Callable[..., Any], items: int, elements: int, *arguments: A
     part, and takes all where the others are late: nothing waits for a thread that has not begun.
     """
     threads = min(torch.get_num_threads(), items, max(1, elements // MIN_ELEMENTS_PER_THREAD))
-    if threads <= 1 or team.working():
+    if threads <= 1:
         if items:
             function(0, items, *arguments)
         return
     pieces = min(items, max(threads, min(8 * threads, elements // ELEMENTS_PER_PIECE)))
+    if isinstance(function, Kernel) and team.available():
+        function.shared(team.address(), threads, pieces, items, *arguments)
+        return
     left = iter(range(pieces))  # advancing it is atomic: each piece goes to one thread
 
     def work() -> None:
         for i in left:
             function(items * i // pieces, items * (i + 1) // pieces, *arguments)
 
-    if team.available():
-        if isinstance(function, Kernel):
-            function.shared(team.address(), threads, pieces, items, *arguments)
-        else:
-            team.run(work, threads)
-        return
     pool = _executor(threads - 1)
     helpers = [pool.submit(work) for _ in range(threads - 1)]
     try:
@@ -77,25 +71,3 @@ def split(function: Callable[..., Any], items: int, elements: int, *arguments: A
         for helper in helpers:
             if not helper.cancel():
                 helper.result()
-
-
-def each(work: Callable[[int], None], sizes: Sequence[int]) -> None:
-    """Call `work(i)` for every item, spread over torch's threads; torch's operators may be called in it.
-
-    Each item's operators then run on one thread, and threads need not meet after every operator. Where one
-    of the `sizes` outweighs the rest, or torch's threads cannot be borrowed, items follow one another, each
-    on all threads. Gradients are not recorded.
-    """
-    threads = min(torch.get_num_threads(), len(sizes))
-    uneven = threads > 1 and max(sizes) * threads > UNEVEN * sum(sizes)
-    left = iter(range(len(sizes)))
-
-    def share() -> None:
-        with torch.no_grad():  # a thread has its own switch
-            for i in left:
-                work(i)
-
-    if threads > 1 and not uneven and team.available() and not team.working():
-        team.run(share, threads)
-    else:
-        share()

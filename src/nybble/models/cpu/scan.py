@@ -6,12 +6,14 @@ all layers share, so that they stay in the processor's cache.
 
 import threading
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from nybble.kernels.cpu.product import grouped_columns, grouped_rows
 from nybble.kernels.cpu.scratch import fresh
 from nybble.kernels.cpu.threads import split
 from nybble.models.cpu import scan_passes as passes
@@ -71,12 +73,21 @@ class _Buffers:
 
 def product(a: Tensor, b: Tensor, out: Tensor, add: bool = False) -> Tensor:
     """a @ b over the last two of four axes, into `out`, or added to it."""
-    x, y, z = a.flatten(0, 1), b.flatten(0, 1), out.flatten(0, 1)
-    if add:
-        z.baddbmm_(x, y)
+    Z, G, M, K = a.shape
+    across, by_columns = not b.is_contiguous(), not a.is_contiguous()
+    b = b.mT if across else b
+    ends = _ends(Z * G, K if by_columns else M)
+    if by_columns:
+        grouped_columns(a.mT.reshape(-1, M), b.reshape(-1, b.shape[3]), ends, False, out.flatten(0, 1), add)
     else:
-        torch.bmm(x, y, out=z)
+        grouped_rows(a.reshape(-1, K), b.flatten(0, 1), ends, across, out.view(-1, out.shape[3]), add)
     return out
+
+
+@cache
+def _ends(groups: int, size: int) -> Tensor:
+    """Where groups of `size` rows end."""
+    return torch.arange(size, size * groups + 1, size, dtype=torch.int32)
 
 
 def _parts(B: int, S: int) -> Iterator[slice]:

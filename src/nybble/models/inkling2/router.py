@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import Inkling2TextConfig
 
-from nybble.kernels.cpu.product import matmul
+from nybble.kernels.cpu.product import tiles
 from nybble.kernels.cpu.scratch import fresh
 from nybble.models.cpu import router as fused
 from nybble.models.cuda import on_gpu
@@ -47,7 +47,8 @@ class _Routed(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, shift: Tensor, k: int, gain: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        logits = matmul(hidden, weight.T, fresh(len(hidden), len(weight)))
+        # by tiles for any number of tokens, so that a token's choice does not depend on others
+        logits = tiles(hidden, weight.T, fresh(len(hidden), len(weight)))
         scores, experts, weights = fused.choose(logits, shift, k, gain)
         ctx.save_for_backward(hidden, weight, scores, experts)
         ctx.gain = gain
@@ -67,7 +68,7 @@ class _Routed(torch.autograd.Function):
         )
         d = d if dlogits is None else d + dlogits
         dhidden, dweight = fresh(*hidden.shape), fresh(*weight.shape)
-        return matmul(d, weight, dhidden), matmul(d.T, hidden, dweight), None, None, None
+        return tiles(d, weight, dhidden), tiles(d.T, hidden, dweight), None, None, None
 
 
 class Router(nn.Module):
