@@ -187,7 +187,7 @@ def cast(
 
 
 def one_read(a: Operand, b: Operand) -> bool:
-    """Whether dy is rounded to nearest in one MXFP8 format as the operand of dgrad and of wgrad."""
+    """Whether a tensor that is both operands, one an axis, is rounded to nearest in one MXFP8 format."""
     fmt = formats.get(a.format)
     mx = fmt.scale == "e8m0" and not fmt.packed
     return a == b and mx and a.rounding == "nearest" and not a.hadamard
