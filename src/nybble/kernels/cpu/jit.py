@@ -33,6 +33,10 @@ def source_digest() -> bytes:
     return digest.digest()
 
 
+Team = tuple[int, int]
+"""Addresses of what runs threads and of what tells each its number."""
+
+
 class Kernel:
     """A function (first, last, *arguments) that does the work items from first to last, in machine code.
 
@@ -44,18 +48,18 @@ class Kernel:
         self._addresses: dict[bytes, int] = {}
 
     def __call__(self, first: int, last: int, *arguments: Any) -> None:
-        self._run(0, 1, 1, first, last, arguments)
+        self._run((0, 0), 1, 1, first, last, arguments)
 
-    def shared(self, team: int, threads: int, pieces: int, items: int, *arguments: Any) -> None:
-        """Call it on `pieces` ranges that together cover `items`; `team` is `team.address()`."""
+    def shared(self, team: Team, threads: int, pieces: int, items: int, *arguments: Any) -> None:
+        """Call it on `pieces` ranges that together cover `items`; `team` is `team.addresses()`."""
         self._run(team, threads, pieces, 0, items, arguments)
 
     def _run(
-        self, team: int, threads: int, pieces: int, begin: int, end: int, arguments: tuple[Any, ...]
+        self, team: Team, threads: int, pieces: int, begin: int, end: int, arguments: tuple[Any, ...]
     ) -> None:
         kind = compute_fingerprint(arguments)
         address = self._addresses.get(kind) or self._compile(kind, arguments)
-        if _share_out(address, team, threads, pieces, begin, end, *arguments):
+        if _share_out(address, *team, threads, pieces, begin, end, *arguments):
             # all that a kernel can fail in is to find memory for itself
             raise MemoryError(f"no memory for the kernel {self.function.__name__}")
 

@@ -25,9 +25,8 @@ if hasattr(os, "register_at_fork"):
 
 
 @cache
-def _parallel() -> int | None:
-    """Where `GOMP_parallel` of the OpenMP library is that torch has loaded, or None where there is none to
-    find."""
+def _parallel() -> tuple[int, int] | None:
+    """Where two functions of the OpenMP library are that torch has loaded; None where there is none."""
     maps = Path("/proc/self/maps")  # Linux; elsewhere torch's library has other entry points
     if not maps.exists() or not torch.backends.openmp.is_available():
         return None
@@ -36,7 +35,12 @@ def _parallel() -> int | None:
     # with two such libraries in the process it is not clear whose threads are torch's
     if len(names) != 1:
         return None
-    return ctypes.cast(ctypes.CDLL(names[0]).GOMP_parallel, ctypes.c_void_p).value
+    library = ctypes.CDLL(names[0])
+    parallel, number = (
+        ctypes.cast(function, ctypes.c_void_p).value
+        for function in (library.GOMP_parallel, library.omp_get_thread_num)
+    )
+    return None if parallel is None or number is None else (parallel, number)
 
 
 def available() -> bool:
@@ -44,9 +48,9 @@ def available() -> bool:
     return not _forked and _parallel() is not None
 
 
-def address() -> int:
-    """Where in memory `GOMP_parallel(body, data, threads, flags)` is: it calls body(data) from each of up to
-    so many threads, the caller's among them."""
-    entry = _parallel()
-    assert entry is not None, "available() says whether there is a team"
-    return entry
+def addresses() -> tuple[int, int]:
+    """Where in memory `GOMP_parallel(body, data, threads, flags)` is, which calls body(data) from each of up
+    to so many threads, the caller's among them; and `omp_get_thread_num()`."""
+    entries = _parallel()
+    assert entries is not None, "available() says whether there is a team"
+    return entries

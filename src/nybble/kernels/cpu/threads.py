@@ -55,7 +55,7 @@ def split(function: Callable[..., Any], items: int, elements: int, *arguments: A
         return
     pieces = min(items, max(threads, min(8 * threads, elements // ELEMENTS_PER_PIECE)))
     if isinstance(function, Kernel) and team.available():
-        function.shared(team.address(), threads, pieces, items, *arguments)
+        function.shared(team.addresses(), threads, pieces, items, *arguments)
         return
     left = iter(range(pieces))  # advancing it is atomic: each piece goes to one thread
 
