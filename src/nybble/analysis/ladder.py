@@ -100,7 +100,8 @@ def climb(
 def quantisers(x: Tensor, experts: int) -> Iterator[Rung]:
     """Every quantiser on BF16 x [T, C], made as it is asked for."""
     rows, n = x.shape[0], x.numel()
-    key = philox.Key(seed=1, step=2).tensor(str(x.device))
+    # As layers hold it, with the first element that is rounded: without it each call would add one.
+    key = torch.nn.functional.pad(philox.Key(seed=1, step=2).tensor(str(x.device)), (0, 1))
     sr = {"rounding": "stochastic", "key": key, "layer": 1, "operand": 5}
     bf16, shape = torch.bfloat16, list(x.shape)
     offs = torch.linspace(0, rows, experts + 1, device=x.device)[1:].round().to(torch.int32)
