@@ -152,7 +152,10 @@ def test_loading_into_another_model_names_the_tensor(tmp_path: Path) -> None:
 def test_identity_names_what_differs() -> None:
     saved = {"recipe": "a", "model": {"layers": 2, "heads": 4}}
     check_identity(saved, json.loads(json.dumps(saved)), Path("x"))
-    with pytest.raises(CheckpointError, match=r"belongs to another run: model\.layers is 2 there and 3 here"):
+    message = (
+        r"belongs to another run: model\.layers is 2 there and 3 here; go on with what it was begun with"
+    )
+    with pytest.raises(CheckpointError, match=message):
         check_identity(saved, {"recipe": "a", "model": {"layers": 3, "heads": 4}}, Path("x"))
 
 

@@ -286,6 +286,8 @@ def test_without_checkpoints_a_run_leaves_its_figures_alone(
         (["--lengths", "half"], "write numbers with commas"),
         (["--ladder", "0.5,1"], "ladder is '0.5,1', but there are 1 presets; give each one length"),
         (["--ladder", "0"], "ladder is '0'; each must be a share of the steps, above 0"),
+        (["--ladder", "nan"], "ladder is 'nan'; each must be a share of the steps, above 0"),
+        (["--ladder", "1e400"], "ladder is '1e400'; each must be a share of the steps"),
         (["--steps", "-1"], "steps is -1"),
     ],
 )

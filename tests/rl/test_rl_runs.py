@@ -1,6 +1,7 @@
 """Whole runs: on policy nothing differs, a resume repeats what was, and no rollout is lost."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from nybble.models import NemotronHForCausalLM
 from nybble.pretrain.stop import StopRequest
 from nybble.recipes import load_recipe
 from nybble.rl import rollout as files
-from nybble.rl.config import SamplingConfig
+from nybble.rl.config import EvaluationConfig, SamplingConfig
 from nybble.rl.loss import LossConfig
 from nybble.rl.policy import Policy
 from nybble.rl.sampler import sample
@@ -97,6 +98,17 @@ def test_rollouts_that_a_kill_left_are_used_and_the_rest_is_sampled(
     assert reinforce(config, resume=True) == 0
     assert part.read_text() == text
     assert rows(tmp_path / "run")[1:] == rows(first_run)[1:]
+
+
+def test_a_run_that_began_without_evaluations_may_go_on_with_them(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = rl_config(model, tmp_path / "run", evaluation=EvaluationConfig(eval_every=0))
+    assert reinforce(replace(config, schedule=replace(config.schedule, steps=1))) == 0
+    capsys.readouterr()
+    config = replace(config, evaluation=EvaluationConfig(eval_every=1, eval_problems=1))
+    assert reinforce(replace(config, schedule=replace(config.schedule, steps=2)), resume=True) == 0
+    assert re.search(r"held out, greedy [01]\.\d+ after", capsys.readouterr().out)
 
 
 def test_sampling_alone_and_training_alone_make_a_whole_step(model: Path, tmp_path: Path) -> None:

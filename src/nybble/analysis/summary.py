@@ -12,6 +12,7 @@ from nybble.errors import ConfigError
 
 CHOICES = "choices.json"
 DIVERGED = "diverged.json"
+NUMBER = int | float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,18 +73,35 @@ class RunSummary:
 def read_lines(path: Path) -> list[RunSummary]:
     """The summaries in a file of `RunSummary.to_json` lines. Raises ConfigError for a line that is none."""
     found = []
-    with open(path, encoding="utf-8") as lines:
+    with open(path, "rb") as lines:
         for number, line in enumerate(lines, start=1):
             try:
                 fields = json.loads(line)
                 fields["curve"] = tuple((tokens, loss) for tokens, loss in fields["curve"])
                 found.append(RunSummary(**fields))
-            except (ValueError, TypeError, KeyError) as error:
+                _check_kinds(fields)
+            except (ValueError, TypeError, KeyError, AttributeError) as error:
                 raise ConfigError(
                     f"{path}, line {number} is no summary of a run ({error}); name a runs.jsonl of "
                     "nybble compare"
                 ) from None
     return found
+
+
+def _check_kinds(fields: dict[str, Any]) -> None:
+    """Raises TypeError or AttributeError for a value that no summary has."""
+    kinds = {
+        **dict.fromkeys(("preset", "recipe"), str),
+        **dict.fromkeys(("seed", "tokens"), int),
+        **dict.fromkeys(("share", "flops_per_token"), NUMBER),
+        **dict.fromkeys(("val_loss", "accuracy", "tokens_per_s"), NUMBER | None),
+    }
+    values = [(name, fields[name], kind) for name, kind in kinds.items() if name in fields]
+    values += [("curve", value, NUMBER) for point in fields["curve"] for value in point]
+    values += [("domains", value, NUMBER) for value in (fields.get("domains") or {}).values()]
+    for name, value, kind in values:
+        if not isinstance(value, kind):
+            raise TypeError(f"{name} has {value!r}")
 
 
 def read_summary(folder: Path, rows: list[dict[str, Any]], steps: int, **known: Any) -> RunSummary | None:

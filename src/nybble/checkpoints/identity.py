@@ -20,7 +20,10 @@ def check_identity(saved: dict[str, Any], now: dict[str, Any], where: Path) -> N
     differences = list(_differences(saved, now, ""))
     if differences:
         shown = "; ".join(differences[:4]) + ("; ..." if len(differences) > 4 else "")
-        raise CheckpointError(f"{where} belongs to another run: {shown}")
+        raise CheckpointError(
+            f"{where} belongs to another run: {shown}; go on with what it was begun with, the version of "
+            "Nybble included, or begin a run of its own in another --out"
+        )
 
 
 def _differences(saved: Any, now: Any, name: str) -> list[str]:

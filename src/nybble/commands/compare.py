@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -86,7 +87,7 @@ class CompareConfig:
             raise ConfigError(
                 f"lengths is {self.lengths!r}; each must be a share of the steps, above 0 and below 1"
             )
-        if any(share <= 0 for share in self.rungs.values()):
+        if any(not 0 < share < math.inf for share in self.rungs.values()):
             raise ConfigError(f"ladder is {self.ladder!r}; each must be a share of the steps, above 0")
 
     @property
@@ -109,8 +110,9 @@ class CompareConfig:
 
 
 def _numbers(name: str, text: str) -> list[float]:
+    """To the six digits that a run's folder is named by."""
     try:
-        return [float(word) for word in text.split(",") if word.strip()]
+        return [float(f"{float(word):g}") for word in text.split(",") if word.strip()]
     except ValueError:
         raise ConfigError(f"{name} is {text!r}; write numbers with commas between them") from None
 

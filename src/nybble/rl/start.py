@@ -260,7 +260,9 @@ def _conclude(run: Run, rows: Sequence[dict[str, Any]], stop: StopRequest) -> in
     first, last = (fmean(row["reward"] for row in part) for part in (rows[:few], rows[-few:]))
     shown = f"mean reward {first:.3f} in the first {few} steps, {last:.3f} in the last"
     if "eval_reward" in rows[-1]:
-        shown += f"; held out, greedy {rows[0]['eval_reward_before']:.3f} before, "
+        # A run may have begun without evaluations.
+        before = rows[0].get("eval_reward_before")
+        shown += "; held out, greedy " + ("" if before is None else f"{before:.3f} before, ")
         shown += f"{rows[-1]['eval_reward']:.3f} after"
     print(f"done    {shown}; {metrics.duration(session.elapsed_s)}; {plots}")
     return 0
