@@ -253,14 +253,15 @@ def test_square_blocks_serve_both_passes_with_one_quantised_weight():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_operands_of_both_axes_from_one_read_are_those_of_two(monkeypatch):
+@pytest.mark.parametrize("dgrad", ["mxfp8", {"dy": "fp32", "w": "mxfp8"}], ids=["mxfp8", "fp32-dy"])
+def test_operands_of_both_axes_from_one_read_are_those_of_two(dgrad, monkeypatch):
     """On a GPU a gradient, and a weight, that MXFP8 takes along both axes are read once."""
     x, dy = (torch.randn(200, n, device="cuda", dtype=torch.bfloat16) for n in (64, 96))
 
     def grads():
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(64, 96, bias=False)).cuda()
-        convert(model, "mxfp8")
+        convert(model, {"rule": [{"modules": "**", "fprop": "mxfp8", "dgrad": dgrad, "wgrad": "mxfp8"}]})
         set_step(model, STEP, MICRO, seed=SEED)
         a = x.clone().requires_grad_()
         y = model(a)

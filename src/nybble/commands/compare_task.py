@@ -14,7 +14,10 @@ from nybble.pretrain import metrics
 from nybble.pretrain.config import PretrainConfig
 from nybble.pretrain.configfile import flatten, load_toml
 
-FREE = ("out", "recipe", "seed", "device", "threads", "compile", "graph", "activation_checkpointing")
+FREE = (
+    *("out", "recipe", "seed", "device", "threads", "compile", "graph"),
+    *("activation_checkpointing", "keep_activations"),
+)
 FREE_SECTIONS = ("checkpoint.", "log.")
 """Settings in which runs of one comparison may differ: those of precision, of pairing and of convenience."""
 

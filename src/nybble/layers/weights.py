@@ -176,8 +176,9 @@ class Weight(NamedTuple):
         if weight.device.type != "cuda":
             return self._compute(name, weight, key, dtype)
         original = gemms.dgrad.w.source == "original"
-        trained = name == "fprop" and weight.requires_grad and self.codes is None and dtype == torch.bfloat16
-        if trained and original and one_read(gemms.fprop.w, gemms.dgrad.w):
+        trained = name == "fprop" and weight.requires_grad and self.codes is None
+        alike = dtype == torch.bfloat16 and gemms.dgrad.dy.format != "fp32"  # both products take BF16
+        if trained and alike and original and one_read(gemms.fprop.w, gemms.dgrad.w):
             values, kept["dgrad"] = cast_both(weight.detach(), gemms.fprop.w, dtype)
             return values
         if original or not (gemms.fprop.w.quantised and gemms.dgrad.w.quantised):
