@@ -16,6 +16,7 @@ from nybble.kernels.cpu import layout
 from nybble.kernels.cpu import scales as scale_rules
 from nybble.kernels.cpu import tiles as tile_kernels
 from nybble.kernels.cpu.blocks import SINGLE
+from nybble.kernels.cpu.scratch import fresh
 from nybble.kernels.cpu.source import (
     NO_BYTES,
     NO_FLOATS,
@@ -83,7 +84,7 @@ def rows_of(x: Tensor) -> Rows:
 
 def to_values(job: Job, x: Rows, source: Source, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Values in `dtype` without the outer scale, and the outer amax, of x or else of the source."""
-    values = torch.empty(job.shape, dtype=torch.float32)
+    values = fresh(*job.shape)
     if job.offs is not None:  # rows of no group are zero
         values[int(layout.group_bounds(job.offs, job.shape[0])[1].max(initial=0)) :] = 0
     amax = _run(job, x, source, values=values)

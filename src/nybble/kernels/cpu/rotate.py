@@ -11,6 +11,7 @@ from nybble.kernels.cpu import layout
 from nybble.kernels.cpu.bits import F32, U32, U64, as_float
 from nybble.kernels.cpu.jit import helper, kernel
 from nybble.kernels.cpu.job import rows_of
+from nybble.kernels.cpu.scratch import fresh
 from nybble.kernels.cpu.source import flat
 from nybble.kernels.cpu.threads import split
 
@@ -33,7 +34,7 @@ def transform(
     shape = hadamard.transformed_shape(x.shape, axis, size, groups)
     if x.numel() == 0 or groups == 0:
         return torch.zeros(shape, dtype=torch.float32)
-    y = torch.empty(shape, dtype=torch.float32)
+    y = fresh(*shape)
     signs = flat(hadamard.signs(size, x.device, key, layer, operand))
     source, columns, factor = rows_of(x), x.shape[-1], hadamard.factor(size)
     common = (source.floats, source.halves, signs, factor, flat(y))

@@ -13,6 +13,7 @@ from nybble.formats import outer as outer_scale
 from nybble.formats.table import Format
 from nybble.kernels.cpu.blocks import SINGLE, WHOLE_ROW
 from nybble.kernels.cpu.decode import dequantize_rows
+from nybble.kernels.cpu.scratch import fresh
 from nybble.kernels.cpu.threads import split
 
 
@@ -128,7 +129,7 @@ def decoded(
     """float32 values in the logical shape, contiguous."""
     where = grouped.packing(fmt, offs, shape[0]) if offs is not None and axis == -2 else None
     stored = blocks.stored_shape(fmt, shape, axis, None if where is None or offs is None else offs.shape[0])
-    out = torch.empty(stored, dtype=torch.float32)
+    out = fresh(*stored)
     if out.numel() == 0:  # groups that hold no token
         return torch.zeros(shape, dtype=torch.float32)
     later = where is not None and outer == "matrix" and fmt.two_level and apply_outer
