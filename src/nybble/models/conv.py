@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nybble.kernels.cpu.scratch import copied
 from nybble.models.cpu import conv as fused
 from nybble.models.norms import by_hand
 
@@ -13,7 +14,7 @@ from nybble.models.norms import by_hand
 class _CausalConv(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, taps: Tensor, bias: Tensor | None, silu: bool, *same: Tensor) -> Tensor:
-        x = x.contiguous()  # of a slice: copied once, not in both directions
+        x = copied(x)  # of a slice: once, not in both directions
         ctx.save_for_backward(x, taps, bias, *same)
         ctx.silu = silu
         return fused.forward(x, taps, bias, same, silu)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nybble.kernels.cpu.scratch import copied
 from nybble.models.cpu import gated
 from nybble.models.cpu import norms as fused
 from nybble.models.cuda import on_gpu
@@ -66,7 +67,7 @@ def plain_rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
 class _GatedRMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, gate: Tensor, weight: Tensor, groups: int, eps: float) -> Tensor:
-        gate = gate.contiguous()  # of a slice: copied once, not in both directions
+        gate = copied(gate)  # of a slice: once, not in both directions
         y, rstd = gated.forward(x, gate, weight, groups, eps)
         ctx.save_for_backward(x, gate, weight, rstd)
         return y

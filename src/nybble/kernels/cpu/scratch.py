@@ -76,3 +76,8 @@ def fresh(*shape: int) -> Tensor:
     if memory is None:
         memory = torch.empty(size, dtype=torch.float32, device="cpu")
     return torch.from_numpy(np.asarray(_Loan(memory, shape)))
+
+
+def copied(x: Tensor) -> Tensor:
+    """An FP32 tensor on the CPU as it is where it is contiguous, else a copy that is."""
+    return x if x.is_contiguous() else fresh(*x.shape).copy_(x)

@@ -109,7 +109,7 @@ def forward(
     xbc, dt = xbc.contiguous(), dt.contiguous()
     y = fresh(B, S, H * P)
     n = -(-S // min(CHUNK, S))
-    prev = torch.empty(B * n, G, N, H // G * P)
+    prev = fresh(B * n, G, N, H // G * P)
     for part in _parts(B, S):
         count = part.stop - part.start
         r = _Buffers.get(count, S, shape)
