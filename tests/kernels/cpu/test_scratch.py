@@ -1,5 +1,6 @@
 """Memory of tensors that are gone serves those that come, and no tensor that is still there."""
 
+import multiprocessing
 import threading
 
 import pytest
@@ -72,3 +73,26 @@ def test_threads_share_it() -> None:
     for thread in threads:
         thread.join()
     assert not wrong
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="this system cannot fork")
+def test_a_forked_child_does_not_wait_for_a_thread_that_it_has_not() -> None:
+    held, forked = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with scratch._lock:
+            held.set()
+            forked.wait(60)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait(60)
+    child = multiprocessing.get_context("fork").Process(target=fresh, args=(100, 100))
+    child.start()
+    child.join(20)
+    forked.set()
+    thread.join()
+    child.kill()
+    child.join()
+    assert child.exitcode == 0

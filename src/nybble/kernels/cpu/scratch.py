@@ -6,6 +6,7 @@ again. Here a tensor's memory comes back when nothing holds the tensor or a view
 """
 
 import math
+import os
 import threading
 from typing import Any
 
@@ -25,6 +26,16 @@ KEPT = 1 << 27
 _idle: dict[int, list[Tensor]] = {}
 _count = 0
 _lock = threading.RLock()  # a collection of garbage may return memory in the midst of a call
+
+
+def _unlock() -> None:
+    """A forked child has none of the threads that may have held the lock."""
+    global _lock
+    _lock = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_unlock)
 
 
 class _Loan:

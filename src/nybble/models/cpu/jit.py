@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba import carray, njit, types
 from numba.extending import intrinsic
@@ -58,7 +59,7 @@ def floats(x: Tensor) -> Floats:
 
 def addresses(tensors: Sequence[Tensor]) -> NDArray[np.int64]:
     """Where contiguous FP32 tensors lie, for `line`; whoever calls keeps them alive."""
-    assert all(x.is_contiguous() for x in tensors)
+    assert all(x.is_contiguous() and x.dtype == torch.float32 for x in tensors)
     return np.array([x.data_ptr() for x in tensors], dtype=np.int64)
 
 
