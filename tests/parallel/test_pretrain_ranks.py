@@ -209,7 +209,7 @@ def test_ranks_with_different_recipes_are_refused(folder):
     results = ranks.start(
         2, run_cases.with_own_recipe, words(folder, "unlike"), words(folder, "unlike", "other.toml")
     )
-    changed = tomllib.loads((folder / "plain.toml").read_text()) | {"experts": {"keep": "activations"}}
+    changed = tomllib.loads((folder / "plain.toml").read_text()) | {"traffic": dict.fromkeys(LEGS, "mxfp8")}
     (folder / "other.toml").write_text(tomli_w.dumps(changed))
     first, second = results.wait(120)
     assert "rank 1 does not agree with rank 0 on recipe" in first[1]
