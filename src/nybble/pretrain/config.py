@@ -214,7 +214,7 @@ class PretrainConfig:
     memory.
     """
     keep_activations: bool = False
-    """Keep the outputs of the experts' gate and up in 16 bits, where the recipe would compute them again in
+    """Keep the outputs of the experts' gate and up as they are, where the recipe would compute them again in
     the backward pass: same bits, more memory, less time.
     """
     batch: BatchConfig = field(default_factory=BatchConfig)
