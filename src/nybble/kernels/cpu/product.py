@@ -30,6 +30,9 @@ DEPTH = 4096 // LANES
 STRIP = 192
 """Most columns at a time of a left operand that lies by columns: they are copied to where they lie dense."""
 
+LARGE = 1 << 20
+"""Most numbers of a left operand that columns pass by one after the other: 4 MiB stay in the last cache."""
+
 FEW = 2 * ROWS
 """Rows below which a BLAS is faster."""
 
@@ -116,14 +119,16 @@ def _room() -> tuple[Floats, int]:
 
 @kernel
 def _rows(
-    first: int, last: int, a: Floats, b: Floats, ends: Any, across: bool, N: int, K: int, c: Floats, add: bool
-) -> None:
+    first: int, last: int, a: Floats, b: Floats, ends: Any, across: bool, tall: int, N: int, K: int,
+    c: Floats, add: bool,
+) -> None:  # fmt: skip
     columns, edge = (N + LANES - 1) // LANES, np.empty(ROWS * LANES, dtype=np.float32)
+    blocks = (a.shape[0] // K + tall - 1) // tall
     room, at = _room()
     for item in range(first, last):
-        group, n = item // columns, item % columns * LANES
-        begin = ends[group - 1] if group > 0 else 0
-        M, width = ends[group] - begin, min(LANES, N - n)
+        group, n = item // (columns * blocks), item % columns * LANES
+        begin = (ends[group - 1] if group > 0 else 0) + item // columns % blocks * tall
+        M, width = min(tall, ends[group] - begin), min(LANES, N - n)
         if M <= 0:
             continue
         step = _step(K)
@@ -180,8 +185,9 @@ def grouped_rows(a: Tensor, b: Tensor, ends: Tensor, across: bool, out: Tensor, 
     assert out.is_contiguous()
     if K == 0 or out.numel() == 0:
         return out if add else out.zero_()
-    items, work = G * -(-N // LANES), a.shape[0] * N * K // 8
-    split(_rows, items, work, flat(a), flat(b), flat(ends), across, N, K, flat(out), add)
+    tall = max(STRIP, LARGE // K // ROWS * ROWS)
+    items, work = G * -(-a.shape[0] // tall) * -(-N // LANES), a.shape[0] * N * K // 8
+    split(_rows, items, work, flat(a), flat(b), flat(ends), across, tall, N, K, flat(out), add)
     return out
 
 
