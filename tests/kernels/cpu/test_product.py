@@ -7,8 +7,12 @@ from torch import Tensor
 from nybble.kernels.cpu import product, threads
 
 SHAPES = [
-    ([270, 0, 5, 131], 37, 45), ([7], 16, 500), ([1, 2, 3], 400, 192), ([64, 100], 192, 800), ([300, 200], 20, 6000),
-]  # fmt: skip
+    ([270, 0, 5, 131], 37, 45),
+    ([7], 16, 500),
+    ([1, 2, 3], 400, 192),
+    ([64, 100], 192, 800),
+    ([300, 200], 20, 6000),  # rows in blocks
+]
 
 
 def _near(got: Tensor, want: Tensor, terms: int) -> None:
