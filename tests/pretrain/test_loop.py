@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from toy import ToyModel, held_out, toy_session
 
-from nybble import checkpoints
+from nybble import checkpoints, together
 from nybble.errors import CheckpointError, ConfigError, NonFiniteError
 from nybble.pretrain.config import BatchConfig, OptimiserConfig, ScheduleConfig
 from nybble.pretrain.loop import train, train_step, validate
@@ -178,6 +178,25 @@ def test_a_signal_saves_after_the_step_and_stops(tmp_path: Path, number: int) ->
     assert stop.signum == number
     assert checkpoints.latest(tmp_path / "run" / "checkpoints").name == "step_00000001"  # type: ignore[union-attr]
     assert run(tmp_path / "run", resume=True) == run(tmp_path / "whole")
+
+
+def test_a_signal_is_not_lost_while_ranks_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes when the loop has looked at the signal, and not yet written down what all ranks have."""
+    seen: list[int] = []
+
+    def largest(value: int, _device: object = None) -> int:
+        seen.append(value)
+        if len(seen) == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return value
+
+    monkeypatch.setattr(together, "largest", largest)
+    session = toy_session(tmp_path / "run")
+    with StopRequest() as stop:
+        train(session, stop)
+    session.close()
+    assert seen == [0, signal.SIGTERM]
+    assert (stop.agreed, session.step) == (signal.SIGTERM, 2)
 
 
 def test_a_full_disk_ends_the_run_with_the_old_checkpoint_usable(

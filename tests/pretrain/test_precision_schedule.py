@@ -1,6 +1,7 @@
 """A recipe that changes within a run changes at its step, also where a killed run goes on."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from toy import ToyModel, toy_session
@@ -49,15 +50,15 @@ def test_the_switch_happens_at_its_step_and_after_a_resume(tmp_path: Path) -> No
         folder = tmp_path / f"stopped-{stop_at}"
         first, _ = scheduled(folder)
         stop = StopRequest()
-        original = first.save
+        original = first.metrics.write
 
-        def save(
-            session: Session = first, at: int = stop_at, stop: StopRequest = stop, save=original
-        ) -> Path:  # type: ignore[no-untyped-def]
-            stop.signum = 15 if session.step == at else 0
-            return save()
+        def write(
+            row: dict[str, Any], at: int = stop_at, stop: StopRequest = stop, write: Any = original
+        ) -> None:
+            stop.signum = 15 if row["step"] == at else 0
+            write(row)
 
-        first.save = save  # type: ignore[method-assign]
+        first.metrics.write = write  # type: ignore[method-assign]
         train(first, stop)
         first.close()
         again, seen = scheduled(folder, resume=True)

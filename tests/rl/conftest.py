@@ -11,11 +11,16 @@ from transformers.utils import logging
 sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
 
 
-@pytest.fixture(autouse=True)
-def _quiet_and_repeatable() -> Iterator[None]:
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Before the runs that tests of a module share, too: with other numbers of threads sums have other bits."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    torch.manual_seed(0)
-    logging.disable_progress_bar()
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def _quiet_and_repeatable() -> None:
+    torch.manual_seed(0)
+    logging.disable_progress_bar()

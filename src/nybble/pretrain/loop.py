@@ -150,12 +150,10 @@ def train(session: Session, stop: StopRequest) -> list[dict[str, Any]]:
             print(metrics.step_line(row, steps, eta_s=pace_s * (steps - session.step)), flush=True)
 
         # A signal reaches the ranks in different steps: all stop after the one in which it reached any.
-        stop.signum = together.largest(stop.signum, session.device)
-        if config.checkpoint.keep and (
-            last or stop.signum or _due(session.step, config.checkpoint.save_every)
-        ):
+        stopped = stop.agree(session.device)
+        if config.checkpoint.keep and (last or stopped or _due(session.step, config.checkpoint.save_every)):
             session.save()
-        if stop.signum:
+        if stopped:
             break
     return together.on_main(lambda: metrics.read(session.run.metrics))
 

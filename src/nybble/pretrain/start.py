@@ -244,7 +244,7 @@ def _conclude(session: Session, rows: list[dict[str, Any]], dataset: Dataset, st
     if session.step < config.schedule.steps:
         saved = "is saved; go on with --resume" if config.checkpoint.keep else "was not saved, as keep 0 says"
         print(f"stopped: step {session.step} {saved}")
-        return 128 + stop.signum
+        return 128 + stop.agreed
     final = rows[-1]
     gap = unigram - final["val_loss"]
     print(

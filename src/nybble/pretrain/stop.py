@@ -9,6 +9,10 @@ import threading
 from types import FrameType, TracebackType
 from typing import Any
 
+import torch
+
+from nybble import together
+
 
 class StopRequest:
     """Context in which SIGTERM and SIGINT set `signum` and leave the saving to the loop.
@@ -19,6 +23,9 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.signum = 0
+        """What has reached this process. Only the handler writes it, which may come at any moment."""
+        self.agreed = 0
+        """What `agree` found at last."""
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> StopRequest:
@@ -26,6 +33,11 @@ class StopRequest:
             for number in (signal.SIGTERM, signal.SIGINT):
                 self._before[number] = signal.signal(number, self._on_signal)
         return self
+
+    def agree(self, device: torch.device | None = None) -> int:
+        """The largest signal that has reached any rank, 0 for none: all stop after the same step."""
+        self.agreed = together.largest(self.signum, device)
+        return self.agreed
 
     def __exit__(
         self, _type: type | None, _value: BaseException | None, _trace: TracebackType | None

@@ -78,11 +78,11 @@ def train(run: Run, stop: StopRequest) -> list[dict[str, Any]]:
             pace_s = timed_s / (step - first) if step > first else seconds
             print(step_line(row, steps, eta_s=pace_s * (steps - session.step)), flush=True)
         # A signal reaches the ranks at different times: all stop where it has reached any.
-        stop.signum = together.largest(stop.signum, session.device)
-        due = last or stop.signum or _due(session.step, config.checkpoint.save_every)
+        stopped = stop.agree(session.device)
+        due = last or stopped or _due(session.step, config.checkpoint.save_every)
         if due and not config.sample_only:
             session.save()
-        if stop.signum:
+        if stopped:
             break
     return together.on_main(lambda: metrics.read(session.run.metrics))
 
@@ -113,8 +113,7 @@ def train_step(run: Run, rollouts: Sequence[Rollout], step: int, stop: StopReque
         part = every[len(every) * u // updates : len(every) * (u + 1) // updates]
         run.updater.update(part, step, step * updates + u, position.totals, position.old)
         position.update += 1
-        stop.signum = together.largest(stop.signum, run.session.device)
-        if stop.signum and position.update < updates:
+        if stop.agree(run.session.device) and position.update < updates:
             position.join()
             run.session.save()
             return False

@@ -228,7 +228,7 @@ def _conclude(config: SFTConfig, session: Session, rows: list[dict[str, Any]], s
     plot_loss(rows, plot, title=f"fine-tuning on {config.task.task}")
     if session.step < config.schedule.steps:
         print(f"stopped: step {session.step} is saved; go on with --resume")
-        return 128 + stop.signum
+        return 128 + stop.agreed
     took = metrics.duration(session.elapsed_s)
     print(f"done    held-out loss {rows[-1]['val_loss']:.4f} nats a token; {took}")
     return 0

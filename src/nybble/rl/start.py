@@ -255,7 +255,7 @@ def _conclude(run: Run, rows: Sequence[dict[str, Any]], stop: StopRequest) -> in
         )
     if session.step < config.schedule.steps:
         print(f"stopped: step {session.step} is saved; go on with --resume")
-        return 128 + stop.signum
+        return 128 + stop.agreed
     few = min(SHOWN, len(rows))
     first, last = (fmean(row["reward"] for row in part) for part in (rows[:few], rows[-few:]))
     shown = f"mean reward {first:.3f} in the first {few} steps, {last:.3f} in the last"
