@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
 
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread() -> Iterator[None]:
-    """Before the runs that tests of a module share, too: with other numbers of threads sums have other bits."""
+    """Before the runs that a module shares, too: other numbers of threads, other bits of sums."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
