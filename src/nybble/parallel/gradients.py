@@ -17,11 +17,13 @@ def add_over_ranks(gradients: Iterable[Tensor]) -> None:
     """Replaces each gradient by the sum over all ranks, in few messages and FP32; every rank has
     gradients of the same tensors."""
     batch: list[Tensor] = []
+    size = 0
     for gradient in gradients:
-        if batch and sum(g.numel() for g in batch) + gradient.numel() > MESSAGE:
+        if batch and size + gradient.numel() > MESSAGE:
             _add(batch)
-            batch = []
+            batch, size = [], 0
         batch.append(gradient)
+        size += gradient.numel()
     _add(batch)
 
 

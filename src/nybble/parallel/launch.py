@@ -41,6 +41,13 @@ class Start:
     store: dist.Store | None = None
     """Of the launcher, if there is one."""
 
+    def manner(self, folder: Path, resume: bool, overwrite: bool) -> tuple[bool, bool]:
+        """(resume, overwrite) for the run in `folder`: a launcher repeats the command of the run's beginning,
+        but a later start goes on with what an earlier one began."""
+        if self.again and (folder / "config.toml").is_file():
+            return True, False
+        return resume, overwrite
+
     def began(self) -> None:
         """Tells later starts that the run has begun."""
         if self.store is not None:

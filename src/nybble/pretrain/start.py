@@ -51,8 +51,7 @@ def pretrain(
     monitor, exchanges = Monitor(), config.parallel
     limits = {"slow_s": exchanges.slow_exchange, "timeout_s": exchanges.exchange_limit}
     with joined(device, monitor.watch, **limits) as start:
-        if start.again and (config.run_folder / "config.toml").is_file():
-            resume, overwrite = True, False  # the launcher repeats the command of the run's beginning
+        resume, overwrite = start.manner(config.run_folder, resume, overwrite)
         return _pretrain(config, device, monitor, start, resume=resume, overwrite=overwrite, finish=finish)
 
 

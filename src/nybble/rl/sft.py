@@ -108,8 +108,7 @@ def fine_tune(config: SFTConfig, *, resume: bool = False, overwrite: bool = Fals
     monitor, limits = Monitor(), config.parallel
     watched = {"slow_s": limits.slow_exchange, "timeout_s": limits.exchange_limit}
     with joined(device, monitor.watch, **watched) as start:
-        if start.again and (config.out / "config.toml").is_file():
-            resume, overwrite = True, False  # the launcher repeats the command of the run's beginning
+        resume, overwrite = start.manner(config.out, resume, overwrite)
         return _fine_tune(config, device, monitor, start, resume=resume, overwrite=overwrite)
 
 

@@ -64,8 +64,7 @@ def reinforce(config: RLConfig, *, resume: bool = False, overwrite: bool = False
         joined(device, watch, slow_s=limits.slow_exchange, timeout_s=limits.exchange_limit) as start,
         named_loss(watch),
     ):
-        if start.again and (config.out / "config.toml").is_file():
-            resume, overwrite = True, False  # the launcher repeats the command of the run's beginning
+        resume, overwrite = start.manner(config.out, resume, overwrite)
         return _reinforce(config, device, start, resume=resume, overwrite=overwrite)
 
 
