@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 import torch
 from rl_cases import PARAMS, STOP, policy_model, requests, rollout
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from nybble.errors import RecipeError
+from nybble.kernels.direct import by_hand, by_hand_in_any_mode
 from nybble.models.cpu import exact
 from nybble.models.invariant import batch_invariant
 from nybble.recipes import load_recipe
@@ -45,6 +47,16 @@ def test_chunks_of_a_prompt_batches_and_threads_leave_the_bits_alone() -> None:
     for other in (chunked, alone, threaded):
         assert other == whole
         assert all((a.experts == b.experts).all() for a, b in zip(other, whole, strict=True))
+
+
+def test_passes_that_hide_products_give_way_to_the_mode_and_passes_of_a_row_stay() -> None:
+    x = torch.randn(2, 32)
+    with batch_invariant():
+        assert not by_hand(x)
+        assert by_hand_in_any_mode(x)
+    assert by_hand(x)
+    with FakeTensorMode():
+        assert not by_hand_in_any_mode(torch.empty(2, 32))  # has no numbers for a kernel
 
 
 @pytest.mark.parametrize("rows", [1, 3, 64])

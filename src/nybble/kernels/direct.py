@@ -36,7 +36,7 @@ class Op:
 
 def unseen(x: Any) -> bool:
     """Whether no compiler, mode or subclass would see an op on `x`."""
-    return type(x) in (Tensor, nn.Parameter) and eager()
+    return _plain(x) and eager()
 
 
 def eager() -> bool:
@@ -46,7 +46,21 @@ def eager() -> bool:
 
 def by_hand(x: Any) -> bool:
     """Whether passes by hand serve: FP32 on a CPU, where nothing wants to see every operator."""
-    return x.device.type == "cpu" and x.dtype == torch.float32 and unseen(x)
+    return by_hand_in_any_mode(x) and eager()
+
+
+def by_hand_in_any_mode(x: Any) -> bool:
+    """Whether passes that stay under a mode serve: FP32 on a CPU, not traced by a compiler.
+
+    They compute each row, or token after token, by itself: what the batch-invariant mode asks of operators,
+    they do already.
+    """
+    here = x.device.type == "cpu" and x.dtype == torch.float32
+    return here and _plain(x) and not torch.compiler.is_compiling()
+
+
+def _plain(x: Any) -> bool:
+    return type(x) in (Tensor, nn.Parameter)
 
 
 quantize = Op(ops.quantize)

@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nybble.kernels.cpu.scratch import copied
+from nybble.kernels.direct import by_hand_in_any_mode
 from nybble.models.cpu import conv as fused
-from nybble.models.norms import by_hand
 
 
 class _CausalConv(torch.autograd.Function):
@@ -53,7 +53,7 @@ def causal_conv(
     Returns:
         [B, S, C] FP32.
     """
-    if by_hand(x):
+    if by_hand_in_any_mode(x):
         if past is None:
             return _CausalConv.apply(x, taps, bias, silu, *same)
         # the same kernel with and without a cache, so that both give a token the same bits

@@ -10,17 +10,13 @@ import torch
 from torch import Tensor
 
 from nybble.kernels.cpu.scratch import copied
+from nybble.kernels.direct import by_hand_in_any_mode
 from nybble.models.cpu import gated
 from nybble.models.cpu import norms as fused
 from nybble.models.cuda import on_gpu
 
 CLIP_EPS = fused.CLIP_EPS
 """Added to a norm before dividing by it, as the published model does."""
-
-
-def by_hand(x: Tensor) -> bool:
-    """Whether to take the hand-written passes (eager FP32 on a CPU) and not the plain formula."""
-    return x.device.type == "cpu" and x.dtype == torch.float32 and not torch.compiler.is_compiling()
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -50,7 +46,7 @@ def rms_norm(
 
         ys = RMS.apply(x, weight, eps, dtype, copies)
         return ys if copies > 1 else ys[0]
-    if by_hand(x.float()):
+    if by_hand_in_any_mode(x.float()):
         y = _RMSNorm.apply(x.float(), None if weight is None else weight.float(), eps).to(dtype)
     else:
         y = plain_rms_norm(x, weight, eps).to(dtype)
@@ -80,7 +76,7 @@ class _GatedRMSNorm(torch.autograd.Function):
 def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, groups: int, eps: float) -> Tensor:
     """RMS norm of x * silu(gate) over each of `groups` equal parts of the last axis, times `weight`; FP32."""
     x, gate, weight = x.float(), gate.float(), weight.float()
-    if by_hand(x) and x.numel():
+    if by_hand_in_any_mode(x) and x.numel():
         return _GatedRMSNorm.apply(x, gate, weight, groups, eps)
     y = (x * torch.nn.functional.silu(gate)).unflatten(-1, (groups, -1))
     return rms_norm(y, None, eps).flatten(-2) * weight
@@ -120,7 +116,7 @@ def l2_clip(
         The shape of x, in `dtype`.
     """
     gpu = on_gpu(x)
-    if not gpu and not by_hand(x.float()):
+    if not gpu and not by_hand_in_any_mode(x.float()):
         return plain_l2_clip(x, threshold, scale, gain).to(dtype)
     if gain is not None:
         gain = gain.expand(*x.shape[:-2], 1, 1).reshape(-1)

@@ -7,12 +7,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nybble.kernels.direct import by_hand_in_any_mode
 from nybble.models.context import Context
 from nybble.models.conv import causal_conv, lagged
 from nybble.models.cpu import conv as fused
 from nybble.models.cuda import on_gpu
 from nybble.models.linear import Linear
-from nybble.models.norms import by_hand
 
 
 class ShortConvolution(nn.Module):
@@ -47,7 +47,7 @@ class ShortConvolution(nn.Module):
             line, starts, before = _behind(past, x, context.starts)
             residual = None if residual is None else F.pad(residual, (0, 0, before, 0))
             return ShortConv.apply(line, self.conv1d.weight, starts, residual, dtype)[:, before:]
-        if past is None and by_hand(x) and dtype == self.conv1d.weight.dtype == torch.float32:
+        if past is None and by_hand_in_any_mode(x) and dtype == self.conv1d.weight.dtype == torch.float32:
             return _ShortConvolution.apply(x, self.conv1d.weight, residual, *context.same)
         y = causal_conv(x.float(), plain_taps(self.conv1d.weight), None, past, context.same)
         # rounded to the input's dtype first, as the published model does

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 from transformers import Inkling2TextConfig
 
+from nybble.kernels.direct import by_hand_in_any_mode
 from nybble.models.cpu import swiglu
 from nybble.models.experts import RoutedExperts
-from nybble.models.norms import by_hand
 
 
 class SoftcappedSwiGLU(nn.Module):
@@ -20,7 +20,7 @@ class SoftcappedSwiGLU(nn.Module):
 
     def forward(self, gate: Tensor, up: Tensor) -> Tensor:
         dtype, gate, up = gate.dtype, gate.float(), up.float()
-        if by_hand(gate):
+        if by_hand_in_any_mode(gate):
             return _SoftcappedSwiGLU.apply(gate, up, (self.gate_cap, self.up_cap)).to(dtype)
         a = self.gate_cap * torch.tanh(gate / self.gate_cap)
         b = self.up_cap * torch.tanh(up / self.up_cap)

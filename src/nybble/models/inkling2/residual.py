@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nybble.kernels.direct import by_hand_in_any_mode
 from nybble.models.cpu import mix as fused
 from nybble.models.cuda import on_gpu
-from nybble.models.norms import RMSNorm, by_hand, plain_rms_norm
+from nybble.models.norms import RMSNorm, plain_rms_norm
 
 EPS = 1e-6
 
@@ -77,7 +78,7 @@ class BlockAttentionResidual(nn.Module):
             return ys[:count], ys[count], ys[count + 1 :]
         H, hooked = partial.shape[-1], any(norm._forward_hooks for norm in norms)
         partial, queries = partial.float(), self._queries().float()
-        if by_hand(partial) and not hooked:
+        if by_hand_in_any_mode(partial) and not hooked:
             weights = (norm.weight.float() for norm in norms)
             rows = (x.reshape(-1, H) for x in blocks)
             ys = _MixNorm.apply(norms[0].eps, queries, partial.reshape(-1, H), *weights, *rows)

@@ -9,9 +9,9 @@ from transformers import Inkling2TextConfig
 
 from nybble.kernels.cpu.product import tiles
 from nybble.kernels.cpu.scratch import fresh
+from nybble.kernels.direct import by_hand_in_any_mode
 from nybble.models.cpu import router as fused
 from nybble.models.cuda import on_gpu
-from nybble.models.norms import by_hand
 
 MOST_EXPERTS = 256
 """Experts that the kernel for GPUs serves."""
@@ -92,7 +92,7 @@ class Router(nn.Module):
 
             bias = self.e_score_correction_bias
             return Route.apply(hidden, self.weight, bias, self.top_k, self.gain)
-        if by_hand(hidden) and self.weight.dtype == torch.float32:
+        if by_hand_in_any_mode(hidden) and self.weight.dtype == torch.float32:
             return _Routed.apply(hidden, self.weight, self.e_score_correction_bias, self.top_k, self.gain)
         logits = _Logits.apply(hidden, self.weight)
         scores = torch.sigmoid(logits)

@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nybble.kernels.direct import by_hand_in_any_mode
 from nybble.models.cpu import scan as fused
-from nybble.models.norms import by_hand
 
 CHUNK = 128
 """Tokens of a chunk: products fill a GPU's tiles."""
@@ -68,7 +68,7 @@ def scan(
     """
     if xbc.numel() == 0:
         return xbc.new_zeros(*xbc.shape[:2], shape.H * shape.P, dtype=torch.float32), state
-    if state is None and not keep_state and by_hand(xbc):
+    if state is None and not keep_state and by_hand_in_any_mode(xbc):
         return _ScanByHand.apply(xbc, dt, A, D, shape, starts), None
     y, after = _chunked(xbc, dt, A, shape, starts, state)
     x = xbc[..., : shape.H * shape.P].unflatten(-1, (shape.H, shape.P))
