@@ -157,6 +157,11 @@ def test_a_rule_that_matches_nothing_stops_with_its_line_and_near_misses(tmp_pat
     assert "layers.*.q_proj" in str(caught.value)
 
 
+def test_a_bare_layer_is_told_to_be_put_into_a_model():
+    with pytest.raises(RecipeError, match=r"has no name; put it into a torch.nn.Sequential$"):
+        resolve(load_recipe("mxfp8"), nn.Linear(32, 32))
+
+
 def test_an_optional_rule_may_match_nothing():
     assert quantised(table([{"modules": "**.nothing", "all": "mxfp8", "optional": True}])) == []
 

@@ -42,16 +42,14 @@ def convert(
 
     Args:
         model: any module; `nn.Linear` and fused experts (`gate_up_proj` [E, 2I, H] or `up_proj` [E, I, H],
-        and
-            `down_proj` [E, H, I]) are found inside it.
+            and `down_proj` [E, H, I]) are found inside it.
         recipe: a built-in name, a TOML file, a dict or a Recipe.
         seed: of the draws of stochastic rounding; `set_step` may change it.
         steps: of the run, which a recipe that changes after a fraction of them must know; `set_step` then
             makes the change.
     Raises:
         RecipeError: when a rule matches nothing, a feature axis is not a whole number of blocks, or a module
-        cannot be
-            computed as the recipe asks. The model is then unchanged.
+            cannot be computed as the recipe asks. The model is then unchanged.
     """
     chosen = load_recipe(recipe)
     table = resolve(chosen, model, steps)

@@ -147,6 +147,8 @@ def _nothing(
     by_name = [name for name, _ in named if any(match(glob, name) for glob in rule.modules)]
     shut = [name for name in by_name if name in protected]
     kinds = sorted({kind_of(module) or "" for name, module in named if name in by_name})
+    if [name for name, _ in named] == [""]:
+        return what + ", which is itself a layer and has no name; put it into a torch.nn.Sequential"
     if rule.hint:
         what += f": {rule.hint}"
     elif shut and len(shut) == len(by_name):
