@@ -57,6 +57,14 @@ def test_a_tokens_draws_follow_it_through_a_permutation():
     assert torch.equal(philox.draws(tensor(KEY), (7, 21), 3, 4, torch.arange(20, 27)), whole[20:27])
 
 
+def test_a_part_draws_as_within_the_whole_from_where_groups_of_eight_begin():
+    whole = philox.draws(tensor(KEY), (78,), 3, 4)
+    part = philox.part_key(tensor(KEY), 16)
+    assert torch.equal(philox.draws(part, (62,), 3, 4), whole[16:])
+    with pytest.raises(NybbleError, match=r"begins at element 63 of the whole; .* multiple of 8"):
+        philox.part_key(part, 63)
+
+
 def test_draws_are_uniform():
     d = philox.draws(tensor(KEY), (1 << 18,), 1, 1).double()
     # 4 sigma of the mean of 2^18 uniform values, and of each of their 16 bits

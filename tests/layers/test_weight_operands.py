@@ -6,6 +6,7 @@ from torch import nn
 
 from nybble.layers import convert, refresh, set_step
 from nybble.layers import weights as weights_module
+from nybble.layers.weights import Weight
 
 FORWARD = {"format": "mxfp8", "rounding": "stochastic", "source": "forward"}
 RULE = {
@@ -13,6 +14,16 @@ RULE = {
     "fprop": "nvfp4",
     "dgrad": {"dy": "mxfp8", "w": FORWARD},
     "wgrad": {"dy": "mxfp8", "x": FORWARD},
+}
+
+MATRIX = {"format": "nvfp4", "outer": "matrix"}
+EDEN = {"format": "nvfp4", "rounding": "eden", "hadamard": 128, "signs": "drawn"}
+PARTS = {
+    "inkling": {"fprop": {"x": "nvfp4", "w": MATRIX}, "dgrad": {"dy": "mxfp8", "w": FORWARD}},
+    "quartet2": {
+        "fprop": {"x": "nvfp4", "w": {**MATRIX, "rounding": "stochastic"}},
+        "dgrad": {"dy": EDEN, "w": {**EDEN, "outer": "matrix", "source": "forward"}},
+    },
 }
 
 
@@ -160,3 +171,16 @@ def test_refresh_makes_what_the_passes_would_have_made():
     refresh(net)
     assert len(net[0].weight_cache.kept) == 2
     assert same(run(net, x), lazy)
+
+
+@pytest.mark.parametrize("recipe", ["inkling", "quartet2"])
+def test_matrices_of_a_part_have_the_operands_that_they_have_in_the_whole(recipe):
+    """Also behind a Hadamard transform, which makes 128 rows of 96."""
+    layer = nn.Linear(64, 96)
+    convert(nn.Sequential(layer), {"rule": [{"modules": "**", **PARTS[recipe]}]})
+    weight, (_, key) = torch.randn(4, 96, 64), layer.step_state.keys(torch.device("cpu"))
+    for operand in ("fprop", "dgrad"):
+        whole = getattr(Weight(layer.spec, None, None), operand)(weight, key, torch.float32)
+        part = getattr(Weight(layer.spec, None, None, before=3), operand)(weight[3:], key, torch.float32)
+        assert torch.equal(part.values, whole.values[3:])
+        assert torch.equal(part.amax, whole.amax[3:] if len(whole.amax) else whole.amax)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import nn
 
 from nybble.errors import RecipeError
 from nybble.parallel import convert
@@ -49,6 +50,18 @@ def test_what_ranks_cannot_share_out_is_refused_with_its_name():
     wide = {"modules": "**", "fprop": {"x": "nvfp4", "w": {"format": "nvfp4", "outer": "tensor"}}}
     with pytest.raises(RecipeError, match="one outer scale for the experts of all ranks"):
         _check(Model(), load_recipe(recipe({}, wide)), None, 2)
+
+
+def test_experts_whose_draws_would_begin_within_a_group_of_eight_are_refused():
+    from layer_cases import Model, recipe
+
+    model = Model()
+    model.experts.down_proj = nn.Parameter(torch.randn(4, 7, 33))
+    tails = {"blocks": {"tails": "allow"}}
+    with pytest.raises(RecipeError, match=r"dgrad\.w .* a multiple of 8 weights, not 7x33"):
+        _check(model, load_recipe(recipe({}) | tails), None, 2)
+    nearest = recipe({}, {"modules": "**", "all": "mxfp8"}) | tails
+    _check(model, load_recipe(nearest), None, 2)
 
 
 def test_without_a_mesh_it_is_the_plain_conversion():

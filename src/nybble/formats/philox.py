@@ -28,6 +28,8 @@ _M0, _M1 = 0xD2511F53, 0xCD9E8D57
 _W0, _W1 = 0x9E3779B9, 0xBB67AE85
 _MASK = 0xFFFFFFFF
 ROUNDS = 10
+GROUP = 8
+"""Elements that share a Philox block."""
 
 
 class Operand(IntEnum):
@@ -79,6 +81,21 @@ class Key:
 def key(seed: int, step: int = 0, layer: int = 0, operand: int = 0, micro: int = 0) -> Key:
     """A rounding key; NybbleError where a field is out of range."""
     return Key(seed, step, layer, operand, micro)
+
+
+def part_key(key: Tensor, first: int) -> Tensor:
+    """`key` int64 [3] or [4] for a part whose first element is number `first` of the whole, as int64 [4].
+
+    NybbleError unless `first` is a multiple of 8: kernels on GPUs count in groups of eight elements.
+    """
+    if first % GROUP:
+        raise NybbleError(
+            f"a part of a tensor that is rounded at random begins at element {first} of the whole; "
+            f"that must be a multiple of {GROUP}"
+        )
+    key = torch.nn.functional.pad(key[:3], (0, 1))
+    key[3] = first
+    return key
 
 
 def _mulhilo(m: int, b: Tensor) -> tuple[Tensor, Tensor]:

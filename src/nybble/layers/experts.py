@@ -155,8 +155,8 @@ class Experts(nn.Module):
         return here and plain and hasattr(self, "by_pass") and x.numel() > 0 and by_hand(x)
 
     def _planned(self, weight: Tensor, which: int) -> Weight:
-        first = self.first_expert * weight[0].numel() if self.first_expert else 0
-        return planned(weight, self.specs[which], self.weight_caches[which], self.step_state, first)
+        caches = self.weight_caches
+        return planned(weight, self.specs[which], caches[which], self.step_state, self.first_expert)
 
     def extra_repr(self) -> str:
         return " ".join(self.specs[0].gemms.texts())

@@ -82,18 +82,18 @@ def _rebuild(original: type[nn.Module]) -> Any:
     return copyreg.__newobj__(linear_class(original))  # type: ignore[attr-defined]
 
 
-def planned(weight: Tensor, spec: Spec, cache: WeightCache, state: StepState, first: int = 0) -> Weight:
-    """The weight, with its cache where one may be used: between calls of `set_step`. `first` elements of the
+def planned(weight: Tensor, spec: Spec, cache: WeightCache, state: StepState, before: int = 0) -> Weight:
+    """The weight, with its cache where one may be used: between calls of `set_step`. `before` matrices of the
     whole weight lie before this part of it.
 
     A compiled graph cannot tell whether a weight has changed: it quantises the weight whenever it runs,
     unless `refresh` vouches for the cache.
     """
     if torch.compiler.is_compiling():
-        return Weight(spec, cache if state.fresh else None, None, first)
+        return Weight(spec, cache if state.fresh else None, None, before)
     if not state.managed or cache.mode == "none":
-        return Weight(spec, None, None, first)
-    return Weight(spec, cache, tag_of(weight, state.generation), first)
+        return Weight(spec, None, None, before)
+    return Weight(spec, cache, tag_of(weight, state.generation), before)
 
 
 class _Linear(torch.autograd.Function):

@@ -4,6 +4,7 @@ Within a step (between calls of `set_step`) operands are kept, and used again on
 same tensor, unchanged: same storage, version, dtype and device. Without `set_step` nothing is kept.
 """
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -12,6 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from nybble import formats
 from nybble.formats import Operand as Role
+from nybble.formats.philox import part_key
 from nybble.layers.operand import (
     FP8,
     NATIVE,
@@ -112,8 +114,8 @@ class Weight(NamedTuple):
     """None where nothing is kept."""
     tag: tuple[object, ...] | None
     """What the weight was at the forward pass; None when the cache was filled by `refresh`."""
-    first: int = 0
-    """Elements of the whole weight before this part of it, by which its draws are shifted."""
+    before: int = 0
+    """Matrices of the whole weight before this part of it, by whose elements its draws are shifted."""
     codes: Codes | None = None
     """The operand of fprop where the weight itself is not here, and no more than a shape."""
 
@@ -190,7 +192,7 @@ class Weight(NamedTuple):
         handed = kept.pop("forward codes", None)
         if not isinstance(handed, Codes):
             return self._compute(name, weight, key, dtype)
-        draw = self._draw(Role.DGRAD_W, key)
+        draw = self._draw(Role.DGRAD_W, weight, key)
         return recast(handed, gemms.fprop.w, -1, weight.shape, gemms.dgrad.w, -2, dtype, draw)
 
     def _compute(self, name: str, weight: Tensor, key: Tensor, dtype: torch.dtype) -> Values:
@@ -199,8 +201,8 @@ class Weight(NamedTuple):
         if name == "fprop":
             if self.codes is not None:
                 return self._decode(name, self.codes, weight, dtype)
-            return cast(weight, gemms.fprop.w, -1, dtype, self._draw(Role.FPROP_W, key))
-        draw = self._draw(Role.DGRAD_W, key)
+            return cast(weight, gemms.fprop.w, -1, dtype, self._draw(Role.FPROP_W, weight, key))
+        draw = self._draw(Role.DGRAD_W, weight, key)
         if gemms.dgrad.w.source == "original":
             return cast(weight, gemms.dgrad.w, -2, dtype, draw)
         forward = self.forward_codes(weight, key)
@@ -211,7 +213,7 @@ class Weight(NamedTuple):
         gemms = self.spec.gemms
         if name == "fprop":
             return self.forward_codes(weight, key)
-        draw = self._draw(Role.DGRAD_W, key)
+        draw = self._draw(Role.DGRAD_W, weight, key)
         if gemms.dgrad.w.source == "original":
             return encode(weight, gemms.dgrad.w, -2, draw)
         forward = self.forward_codes(weight, key)
@@ -222,7 +224,7 @@ class Weight(NamedTuple):
         """Codes of the operand of fprop."""
         if self.codes is not None:
             return self.codes
-        return encode(weight.detach(), self.spec.gemms.fprop.w, -1, self._draw(Role.FPROP_W, key))
+        return encode(weight.detach(), self.spec.gemms.fprop.w, -1, self._draw(Role.FPROP_W, weight, key))
 
     def _decode(self, name: str, codes: Codes, weight: Tensor, dtype: torch.dtype) -> Values:
         gemms = self.spec.gemms
@@ -231,10 +233,13 @@ class Weight(NamedTuple):
         shape = shape_of(weight.shape, gemms.dgrad.w, -2)
         return Values(decode(codes, gemms.dgrad.w, -2, shape, dtype), codes.amax)
 
-    def _draw(self, role: Role, key: Tensor) -> Draw:
-        if self.first:
-            key = key.clone()
-            key[3] = self.first
+    def _draw(self, role: Role, weight: Tensor, key: Tensor) -> Draw:
+        if self.before:
+            forward = role == Role.FPROP_W
+            operand = self.spec.gemms.fprop.w if forward else self.spec.gemms.dgrad.w
+            if operand.rounding != "nearest":
+                matrix = shape_of(weight.shape, operand, -1 if forward else -2)[-2:]
+                key = part_key(key, self.before * math.prod(matrix))
         return self.spec.draw(role, key)
 
     def _same(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -13,10 +14,12 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from nybble import formats
 from nybble.errors import RecipeError
+from nybble.formats.philox import GROUP
 from nybble.layers import Experts, Report
 from nybble.layers import convert as convert_layers
 from nybble.layers.convert import unfit
 from nybble.layers.experts import up_name
+from nybble.layers.operand import shape_of
 from nybble.parallel.exchange import Exchange
 from nybble.parallel.mesh import Mesh, expert_mesh, part
 from nybble.parallel.wire import Monitor, Wire
@@ -84,8 +87,14 @@ def _check(model: nn.Module, recipe: Recipe, steps: int | None, ranks: int) -> N
         fault = "is protected" if row.protected else unfit(row, model.get_submodule(row.name))
         if fault:
             raise RecipeError(f"{row.name} {fault}, so ranks cannot share its experts out")
-        for role in ("fprop.w", "dgrad.w"):
+        for role, axis in (("fprop.w", -1), ("dgrad.w", -2)):
             operand = row.gemms.get(role)
+            odd = [nk for nk in row.shapes if math.prod(shape_of(nk, operand, axis)) % GROUP]
+            if odd and operand.rounding != "nearest":
+                raise RecipeError(
+                    f"{row.name}: {role} is rounded at random, for which ranks can share out experts whose "
+                    f"matrices have a multiple of {GROUP} weights, not {odd[0][0]}x{odd[0][1]}"
+                )
             if formats.get(operand.format).two_level and operand.outer == "tensor":
                 raise RecipeError(
                     f"{row.name}: {role} has one outer scale for the experts of all ranks; "

@@ -84,9 +84,9 @@ class CodeGather:
 
     def _gathered(self, experts: Experts, part: Tensor, which: int) -> Codes:
         sharers, count = self.groups[0], part.shape[0]
-        first = (experts.first_expert + count * dist.get_rank(sharers)) * part[0].numel()
+        before = experts.first_expert + count * dist.get_rank(sharers)
         _, key = experts.step_state.keys(part.device)
-        mine = Weight(experts.specs[which], None, None, first).forward_codes(part, key)
+        mine = Weight(experts.specs[which], None, None, before).forward_codes(part, key)
         message = torch.cat([t.reshape(count, -1).view(torch.uint8) for t in mine], dim=1)
         whole = message.new_empty(count * dist.get_world_size(sharers), message.shape[1])
         with self.monitor.watch.waiting(f"{self.layer}, weights", part.device):
