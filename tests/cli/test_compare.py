@@ -261,6 +261,14 @@ def test_summaries_are_enough_to_go_on_elsewhere_and_to_report_without_the_data(
     some.write_text(lines[0] + older[1])
     assert main(words(data, alone, "--known", str(some), "--report-only")) == 1
     assert "two versions of the recipe" in capsys.readouterr().err
+    known = ["--known", str(out / "runs.jsonl"), str(some), "--report-only"]
+    some.write_text("".join(lines))
+    assert main(words(data, alone, *known)) == 0  # the same runs with the same results
+    some.write_text(json.dumps(json.loads(lines[0]) | {"val_loss": 9.0}))
+    assert main(words(data, alone, *known)) == 1
+    said = capsys.readouterr().err
+    assert f"{out}/runs.jsonl and {some} both have micro bf16 seed 0, 0.5 of the length, with two" in said
+    assert "9.0000 nats a token); take it out of one of them" in said
     some.write_text("{}\n")
     assert main(words(data, alone, "--known", str(some))) == 1
     assert "some.jsonl, line 1 is no summary of a run" in capsys.readouterr().err

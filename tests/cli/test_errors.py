@@ -53,6 +53,8 @@ def fails(capsys: pytest.CaptureFixture[str], words: str, status: int = 1) -> st
         ("sample {tmp} --max-new-tokens 0", "max_new_tokens is 0"),
         ("recipes inklink", "unknown recipe 'inklink'"),
         ("recipes {tmp}/format.toml", "nvfp5"),
+        ("compare --known a --known b", "--known is there 2 times; give it once, with all of its values"),
+        ("prepare sotu wordnet --weights 1 --weights=2", "--weights is there 2 times"),
         ("inspect tinny", "unknown preset 'tinny'"),
         ("inspect tiny --recipe {tmp}/nothing.toml", "nothing.toml:2"),
     ],

@@ -64,7 +64,8 @@ class CompareConfig:
     save: bool = True
     """Save checkpoints: a run that was stopped goes on where it was, and its model can be sampled from."""
     known: tuple[Path, ...] = ()
-    """Files runs.jsonl of the same comparison on other machines: their runs count as done."""
+    """Files runs.jsonl of the same comparison on other machines: their runs count as done. A run that is in
+    two of them must have come to the same there."""
     dry_run: bool = False
     """Print what would run and what it would cost, and stop."""
     report_only: bool = False

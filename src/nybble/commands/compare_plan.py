@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from nybble.analysis.summary import RunSummary, read_lines
-from nybble.commands.compare_task import Task, check_folder, known
+from nybble.commands.compare_task import Task, check_folder, known, name_of
 from nybble.data import Dataset
 from nybble.errors import ConfigError
 from nybble.models import presets
@@ -78,16 +78,27 @@ def plan(config: CompareConfig) -> list[Task]:
 
 
 def _elsewhere(config: CompareConfig) -> dict[tuple[str, str, int, float], RunSummary]:
-    """The runs in the files of --known. Raises ConfigError if two of a recipe were made with two versions."""
-    found = {run.key: run for file in config.known for run in read_lines(file)}
+    """The runs in the files of --known.
+
+    Raises ConfigError if a run is there twice with two results, or if two of a recipe were made with two
+    versions of it.
+    """
+    found: dict[tuple[str, str, int, float], tuple[RunSummary, Path]] = {}
     version: dict[str, str] = {}
-    for run in found.values():
-        if version.setdefault(run.recipe, run.recipe_hash) != run.recipe_hash:
-            raise ConfigError(
-                f"known: runs of {run.recipe} were made with two versions of the recipe, "
-                f"{version[run.recipe]} and {run.recipe_hash}; leave one out"
-            )
-    return found
+    for file in config.known:
+        for run in read_lines(file):
+            if version.setdefault(run.recipe, run.recipe_hash) != run.recipe_hash:
+                raise ConfigError(
+                    f"known: runs of {run.recipe} were made with two versions of the recipe, "
+                    f"{version[run.recipe]} and {run.recipe_hash}; leave one out"
+                )
+            first, source = found.setdefault(run.key, (run, file))
+            if dataclasses.replace(run, tokens_per_s=first.tokens_per_s, made_on=first.made_on) != first:
+                raise ConfigError(
+                    f"known: {source} and {file} both have {name_of(run.key)}, with two results "
+                    f"({first.text()}; {run.text()}); take it out of one of them"
+                )
+    return {key: run for key, (run, _) in found.items()}
 
 
 def _dataset(config: CompareConfig, elsewhere: list[RunSummary]) -> Dataset | str:

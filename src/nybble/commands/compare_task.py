@@ -50,8 +50,7 @@ class Task:
     @property
     def name(self) -> str:
         """For messages."""
-        length = "" if self.share == 1 else f", {self.share:g} of the length"
-        return f"{self.config.preset} {self.label} seed {self.config.seed}{length}"
+        return name_of(self.key)
 
     @property
     def tokens(self) -> int:
@@ -102,6 +101,13 @@ class Task:
             recipe_hash=self.recipe_hash,
             data=self.data,
         )
+
+
+def name_of(key: tuple[str, str, int, float]) -> str:
+    """A run's preset, recipe, seed and length, for messages."""
+    preset, recipe, seed, share = key
+    length = "" if share == 1 else f", {share:g} of the length"
+    return f"{preset} {recipe} seed {seed}{length}"
 
 
 def _free(key: str) -> bool:

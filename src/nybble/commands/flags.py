@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import sys
 from typing import Any, TypeVar
 
 import tyro
 
-from nybble.errors import NybbleError
+from nybble.errors import ConfigError, NybbleError
 
 T = TypeVar("T")
 
@@ -19,6 +20,13 @@ def parse_flags(cls: type[T], arguments: list[str], verb: str, default: T | None
 
     Raises the NybbleError of the dataclass's own checks; for other bad words prints why and exits with 2.
     """
+    for field in dataclasses.fields(cls):  # type: ignore[arg-type]
+        flag = "--" + field.name.replace("_", "-")
+        times = sum(word.partition("=")[0].replace("_", "-") == flag for word in arguments)
+        if str(field.type).startswith("tuple") and times > 1:  # tyro would take the last alone
+            raise ConfigError(
+                f"{flag} is there {times} times; give it once, with all of its values behind it"
+            )
     printed = io.StringIO()
     try:
         with contextlib.redirect_stderr(printed):
