@@ -4,6 +4,8 @@ import pytest
 import torch
 from test_experts_layer import INKLING, E, experts, inputs, step
 
+from nybble.formats.grouped import group_slices
+from nybble.kernels import hopper
 from nybble.layers import expert_pass, fused_experts
 from nybble.layers import experts as experts_module
 from nybble.recipes import load_recipe
@@ -12,6 +14,9 @@ BF16 = torch.bfloat16
 PLAIN = {"rule": [{"modules": "**", "all": "bf16"}]}
 MXFP8 = {"rule": [{"modules": "**", "kind": "experts", "all": "mxfp8"}]}
 HOPPER = {"rule": load_recipe("hopper").to_dict()["rule"][:1]}
+LAST_OF_HOPPER = {
+    "rule": [{k: v for k, v in load_recipe("hopper").to_dict()["rule"][1].items() if k != "layers"}]
+}
 NVIDIA = {"rule": load_recipe("nvidia").to_dict()["rule"][:1]}
 QUARTET = {"rule": load_recipe("quartet2").to_dict()["rule"][:1]}
 TURNED = {"format": "mxfp8", "hadamard": 32}
@@ -85,6 +90,51 @@ def test_fused_passes_agree_with_the_plain_ones(recipe, decibels, maker, sqnr):
     for a, b in zip(*both(recipe, args, maker=maker), strict=True):
         assert a.dtype == b.dtype
         assert sqnr(a.float(), b.float()) > decibels
+
+
+@pytest.fixture
+def fp8_products(as_on_a_gpu, monkeypatch):  # noqa: ARG001 -- what it patches is patched again
+    """Products of operands in fp8-row on their codes, in FP32 here."""
+
+    def compute(_device, a, b, *_):
+        return hopper.FP8 if a.format == b.format == hopper.FORMAT else BF16
+
+    def values(x, scales):
+        return x.codes.float() * scales[..., None]
+
+    used = set()
+
+    def of_rows(a, w, offs):
+        used.add("rows")
+        x, m = values(a, a.scales), values(w, w.scales)
+        out = x.new_full((x.shape[0], m.shape[1]), torch.nan)  # rows of no expert hold anything
+        for g, own in enumerate(group_slices(offs)):
+            out[own] = x[own] @ m[g].T
+        return out.to(BF16)
+
+    def of_groups(a, b):
+        used.add("groups")
+        own = group_slices(a.ends)
+        pairs = zip(own, a.scales, b.scales, strict=True)
+        return torch.stack([values(a, s)[:, o] @ values(b, t)[:, o].T for o, s, t in pairs]).to(BF16)
+
+    for module in (fused_experts, expert_pass):
+        monkeypatch.setattr(module, "compute_dtype", compute)
+    monkeypatch.setattr(hopper, "product_of_rows", of_rows)
+    monkeypatch.setattr(hopper, "product_of_groups", of_groups)
+    yield
+    assert used == {"rows", "groups"}
+
+
+@pytest.mark.usefixtures("fp8_products")
+@pytest.mark.parametrize("layer", [HOPPER, LAST_OF_HOPPER], ids=["nvfp4", "mxfp8"])
+@pytest.mark.parametrize("keep", ["recompute", "activations"])
+def test_operands_in_codes_agree_with_their_values(layer, keep, sqnr):
+    x, index, w, dy = bf16(inputs(T=75))
+    index = index.clone()
+    index[:9, 1] = E  # no expert that is here
+    for a, b in zip(*both(layer, (x, index, w, dy), keep), strict=True):
+        assert sqnr(a.float(), b.float()) > 25
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")

@@ -17,7 +17,7 @@ from nybble.analysis import clock
 from nybble.analysis.clock import Call
 from nybble.analysis.peers import torchao_calls
 from nybble.formats import ops, philox
-from nybble.kernels import expert_rows, fused, hopper
+from nybble.kernels import fused, hopper
 
 NVFP4_BYTES, MXFP8_BYTES = 0.5 + 1 / 16, 1 + 1 / 32
 
@@ -205,7 +205,7 @@ def products(device: torch.device, rows: int, cols: int, experts: int) -> Iterat
         bf16=rows_name,
     )
     stored, scales = fused.fp8_columns(a, "nearest", None, 0, 0, None, ends)
-    held = hopper.row_scaled(stored, scales, expert_rows.fp8_ends(ends))
+    held = hopper.row_scaled(stored, scales, fused.token_tiles(ends, a.shape[0])[1])
     yield Rung(
         name="fp8-row grouped product, contraction",
         operations=operations,

@@ -14,7 +14,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nybble.formats import ops, outer, table
-from nybble.formats.grouped import group_slices
+
+
+def row_facts(order: Tensor, k: int, rows: Tensor | None, pairs: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Token of each row, row of each pair, what each row counts as in draws: int32, int32, int64 [R].
+
+    Args:
+        rows: int64 [T], what each token counts as; its own index when None.
+        pairs: else the third result is empty.
+    """
+    pair = order.long()
+    place = torch.empty_like(order)
+    place[pair] = torch.arange(order.shape[0], dtype=order.dtype, device=order.device)
+    counted = pair if rows is None else rows[pair // k] * k + pair % k
+    return order // k, place, counted.clone() if pairs else pair.new_empty(0)
 
 
 def row_factors(
@@ -184,107 +197,6 @@ def decode_to_rows(codes: Tensor, scales: Tensor, amax: Tensor, format: str, ind
     shape = [codes.shape[0], width]
     values = ops.dequantize(codes, scales, amax, format, -1, shape, torch.bfloat16, "row", False)
     return values.index_select(0, index)
-
-
-def requantize_rows(
-    codes: Tensor,
-    scales: Tensor,
-    amax: Tensor,
-    format: str,
-    index: Tensor | None,
-    to_format: str,
-    rounding: str,
-    key: Tensor | None,
-    layer: int,
-    operand: int,
-    rows: Tensor | None,
-    offs: Tensor,
-) -> Tensor:
-    """BF16 values [R, C] of codes (outer scale one a row) rounded again along each expert's rows.
-
-    `index` int32 [R] names the row of the codes of each row; its own where None.
-    """
-    if index is not None:
-        codes, scales, amax = (t.index_select(0, index) for t in (codes, scales, amax))
-    shape = [codes.shape[0], codes.shape[1] * (2 if table.get(format).packed else 1)]
-    values, _ = ops.fake_requantize(
-        codes, scales, amax, format, -1, "row", shape, to_format, -2, torch.bfloat16,
-        rounding, "matrix", key, layer, operand, rows, offs,
-    )  # fmt: skip
-    return values
-
-
-def gradient_both(
-    dy: Tensor, format: str, index: Tensor | None, factor: Tensor | None, ends: Tensor
-) -> tuple[Tensor, Tensor]:
-    """BF16 values of the rows of dy quantised along the features, and along each expert's rows; to nearest.
-
-    Args:
-        dy: [T, C]; row r is dy[index[r]], or dy[r] without an index (int32 [R]).
-        factor: FP32 [R], by which rows are multiplied (and rounded to dy's dtype) for the second result.
-    """
-    rows = dy if index is None else dy.index_select(0, index)
-    along, _ = ops.fake_quantize(rows, format, torch.bfloat16, -1, offs=ends)
-    rows = rows if factor is None else (rows.float() * factor[:, None]).to(dy.dtype)
-    across, _ = ops.fake_quantize(rows, format, torch.bfloat16, -2, offs=ends)
-    return along, across
-
-
-def fp8_columns(
-    x: Tensor,
-    rounding: str,
-    key: Tensor | None,
-    layer: int,
-    operand: int,
-    rows: Tensor | None,
-    offs: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """x [T, C] in fp8-row along each group's rows: codes uint8 [C, P], scales FP32 [G, C].
-
-    Group g begins at column 32 * sum over h < g of max(1, ceil(T_h / 32)) of P = 32 * (T // 32 + G); padding
-    has code 0.
-    """
-    T, C = x.shape
-    starts, groups = [0, *fp8_ends(offs).tolist()], offs.shape[0]
-    codes = torch.zeros(C, 32 * (T // 32 + groups), dtype=torch.uint8, device=x.device)
-    scales = torch.ones(groups, C, device=x.device)
-    names = torch.arange(T, device=x.device) if rows is None else rows
-    for g, own in enumerate(group_slices(offs)):
-        size = own.stop - own.start
-        if size > 0:
-            part, scale, _ = ops.quantize(
-                x[own], "fp8-row", -2, rounding, "tensor", key, layer, operand, names[own]
-            )
-            codes[:, starts[g] : starts[g] + size] = part
-            scales[g] = scale[:, 0]
-    return codes, scales
-
-
-def fp8_columns_of_codes(
-    codes: Tensor,
-    scales: Tensor,
-    amax: Tensor,
-    format: str,
-    index: Tensor | None,
-    rounding: str,
-    key: Tensor | None,
-    layer: int,
-    operand: int,
-    rows: Tensor | None,
-    offs: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """The same of codes along the features (outer scale one a row); row r is row index[r] of the codes."""
-    if index is not None:
-        codes, scales, amax = (t.index_select(0, index) for t in (codes, scales, amax))
-    shape = [codes.shape[0], codes.shape[1] * (2 if table.get(format).packed else 1)]
-    x = ops.dequantize(codes, scales, amax, format, -1, shape, torch.float32, "row", True)
-    return fp8_columns(x, rounding, key, layer, operand, rows, offs)
-
-
-def fp8_ends(offs: Tensor) -> Tensor:
-    """int32 [G]: where the groups end in the columns of `fp8_columns`."""
-    sizes = torch.diff(offs, prepend=offs.new_zeros(1))
-    return (torch.cumsum(((sizes + 31) // 32).clamp(min=1), 0) * 32).to(torch.int32)
 
 
 def zero_behind(x: Tensor, ends: Tensor) -> Tensor:

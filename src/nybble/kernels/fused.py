@@ -1,12 +1,16 @@
-"""The passes of `expert_rows.py` as custom ops in the namespace `nybble`, which kernels of GPUs serve too."""
+"""The passes of `expert_rows.py` and `expert_columns.py` as custom ops in the namespace `nybble`.
 
+Kernels of GPUs serve them too.
+"""
+
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from nybble.formats import ops, table
-from nybble.kernels import expert_rows
+from nybble.kernels import expert_columns, expert_rows
 from nybble.kernels.direct import Op, unseen
 
 
@@ -15,38 +19,42 @@ def direct(x: Any) -> bool:
     return unseen(x) and bool(x.is_cuda)
 
 
-def _op(name: str) -> Op:
-    return Op(torch.library.custom_op(f"nybble::{name}", getattr(expert_rows, name), mutates_args=()))
+SPECIFICATIONS: dict[str, ModuleType] = {}
+"""The module that holds the specification of each op."""
 
 
-row_factors = _op("row_factors")
-outer_scales = _op("outer_scales")
-gather_rows = _op("gather_rows")
-combine_rows = _op("combine_rows")
-swiglu_rows = _op("swiglu_rows")
-swiglu_quantize = _op("swiglu_quantize")
-swiglu_backward = _op("swiglu_backward")
-quantize_to_rows = _op("quantize_to_rows")
-decode_to_rows = _op("decode_to_rows")
-requantize_rows = _op("requantize_rows")
-gradient_both = _op("gradient_both")
-fp8_columns = _op("fp8_columns")
-fp8_columns_of_codes = _op("fp8_columns_of_codes")
-NAMES = (
-    "row_factors",
-    "outer_scales",
-    "gather_rows",
-    "combine_rows",
-    "swiglu_rows",
-    "swiglu_quantize",
-    "swiglu_backward",
-    "quantize_to_rows",
-    "decode_to_rows",
-    "requantize_rows",
-    "gradient_both",
-    "fp8_columns",
-    "fp8_columns_of_codes",
-)
+def _op(name: str, module: ModuleType) -> Op:
+    SPECIFICATIONS[name] = module
+    return Op(torch.library.custom_op(f"nybble::{name}", getattr(module, name), mutates_args=()))
+
+
+row_facts = _op("row_facts", expert_rows)
+row_factors = _op("row_factors", expert_rows)
+outer_scales = _op("outer_scales", expert_rows)
+gather_rows = _op("gather_rows", expert_rows)
+combine_rows = _op("combine_rows", expert_rows)
+swiglu_rows = _op("swiglu_rows", expert_rows)
+swiglu_quantize = _op("swiglu_quantize", expert_rows)
+swiglu_backward = _op("swiglu_backward", expert_rows)
+quantize_to_rows = _op("quantize_to_rows", expert_rows)
+decode_to_rows = _op("decode_to_rows", expert_rows)
+token_tiles = _op("token_tiles", expert_columns)
+requantize_rows = _op("requantize_rows", expert_columns)
+gradient_both = _op("gradient_both", expert_columns)
+fp8_columns = _op("fp8_columns", expert_columns)
+fp8_columns_of_codes = _op("fp8_columns_of_codes", expert_columns)
+
+
+@row_facts.register_fake
+def _(order, _k, _rows, pairs):  # type: ignore[no-untyped-def]
+    R = order.shape[0]
+    return order.new_empty(R), order.new_empty(R), order.new_empty(R if pairs else 0, dtype=torch.int64)
+
+
+@token_tiles.register_fake
+def _(offs, tokens):  # type: ignore[no-untyped-def]
+    groups = offs.shape[0]
+    return offs.new_empty(3, (tokens // 32 + groups + 3) // 4 * 4), offs.new_empty(groups)
 
 
 @row_factors.register_fake
@@ -111,14 +119,14 @@ def _(dy, _format, index, *_):  # type: ignore[no-untyped-def]
 
 
 @fp8_columns.register_fake
-def _(x, *rest):  # type: ignore[no-untyped-def]
-    return _empty_columns(x, x.shape[0], x.shape[1], rest[-1])
+def _(x, _rounding, _key, _layer, _operand, _rows, offs, index=None, *_):  # type: ignore[no-untyped-def]
+    return _empty_columns(x, x.shape[0] if index is None else index.shape[0], x.shape[1], offs)
 
 
 @fp8_columns_of_codes.register_fake
-def _(codes, _scales, _amax, format, index, *rest):  # type: ignore[no-untyped-def]
+def _(codes, _scales, _amax, format, index, _rounding, _key, _layer, _operand, _rows, offs, *_):  # type: ignore[no-untyped-def]
     R = codes.shape[0] if index is None else index.shape[0]
-    return _empty_columns(codes, R, _width(codes, format), rest[-1])
+    return _empty_columns(codes, R, _width(codes, format), offs)
 
 
 def _width(codes: Tensor, format: str) -> int:

@@ -8,10 +8,20 @@ from torch import Tensor
 from nybble import formats
 from nybble.formats import Operand as Role
 from nybble.kernels import fused, hopper
-from nybble.kernels.expert_rows import fp8_ends
 from nybble.layers import gemm, kept
 from nybble.layers.activation import Activation
-from nybble.layers.operand import FP8, Codes, Values, cast, compute_dtype, ends_of, one_read, outer, product
+from nybble.layers.operand import (
+    FP8,
+    Codes,
+    Draw,
+    Values,
+    cast,
+    compute_dtype,
+    ends_of,
+    one_read,
+    outer,
+    product,
+)
 from nybble.layers.routing import Route
 from nybble.layers.weights import Spec, Weight
 from nybble.recipes import GemmTable, Operand
@@ -45,16 +55,19 @@ class Pass:
         self.caps = plan.activation.caps
         self.order, self.ends = routed.order, routed.ends
         self.weights = weights.reshape(-1).float()
-        self.token = self.order if plan.k == 1 else self.order // plan.k
-        self.place = routed.place().to(torch.int32)
-        self._pairs: Tensor | None = None
+        drawn = not (plan.up.spec.rounds_to_bf16 and plan.down.spec.rounds_to_bf16)
+        self.token, self.place, pairs = fused.row_facts(routed.order, plan.k, rows, drawn)
+        self.pairs: Tensor | None = pairs if drawn else None
+        """What each row counts as in random draws."""
+
+        self._tiles: tuple[Tensor, Tensor] | None = None
 
     @property
-    def pairs(self) -> Tensor:
-        """What each row counts as in random draws."""
-        if self._pairs is None:
-            self._pairs = self.routed.draw_rows(self.rows)
-        return self._pairs
+    def tiles(self) -> tuple[Tensor, Tensor]:
+        """What passes along each expert's rows share; see `expert_columns.token_tiles`."""
+        if self._tiles is None:
+            self._tiles = fused.token_tiles(self.ends, self.order.shape[0])
+        return self._tiles
 
     def dgrad_dtype(self, spec: Spec) -> torch.dtype:
         """In which the operands of dgrad are multiplied."""
@@ -167,7 +180,7 @@ class Pass:
             self.order, self.ends, self.plan.k, None, "bf16", "one", None, "bf16", self.weights
         )
         if dgrad and wgrad and one_read(rows.dgrad.dy, rows.wgrad.dy):
-            a, b = fused.gradient_both(dy, rows.dgrad.dy.format, self.token, weight, self.ends)
+            a, b = fused.gradient_both(dy, rows.dgrad.dy.format, self.token, weight, self.ends, self.tiles[0])
             return _plain(a), _plain(b)
         first = second = None
         if dgrad:
@@ -176,8 +189,7 @@ class Pass:
             first = Values(_take(values, self.token), amax)
         if wgrad:
             draw = spec.draw(Role.WGRAD_DY, self.key)._replace(rows=self.pairs)
-            dy_rows = fused.gather_rows(dy, self.token, weight)
-            second = cast(dy_rows, rows.wgrad.dy, -2, self.wgrad_dtype(spec), draw, self.ends)
+            second = self.columns(dy, rows.wgrad.dy, self.wgrad_dtype(spec), draw, self.token, weight)
         return first, second
 
     def split(self, d_up: Tensor, dgrad: bool, wgrad: bool) -> tuple[Values | None, Values | None]:
@@ -185,7 +197,7 @@ class Pass:
         spec = self.plan.up.spec
         rows = spec.gemms
         if dgrad and wgrad and one_read(rows.dgrad.dy, rows.wgrad.dy):
-            a, b = fused.gradient_both(d_up, rows.dgrad.dy.format, None, None, self.ends)
+            a, b = fused.gradient_both(d_up, rows.dgrad.dy.format, None, None, self.ends, self.tiles[0])
             return _plain(a), _plain(b)
         first = second = None
         if dgrad:
@@ -195,8 +207,28 @@ class Pass:
             draw = spec.draw(Role.WGRAD_DY, self.key)._replace(rows=self.pairs)
             shared = first is not None and spec.shares_dy
             dtype = self.wgrad_dtype(spec)
-            second = first if shared else cast(d_up, rows.wgrad.dy, -2, dtype, draw, self.ends)
+            second = first if shared else self.columns(d_up, rows.wgrad.dy, dtype, draw)
         return first, second
+
+    def columns(
+        self,
+        x: Tensor,
+        spec: Operand,
+        dtype: torch.dtype,
+        draw: Draw,
+        index: Tensor | None = None,
+        factor: Tensor | None = None,
+    ) -> Values:
+        """x as an operand of wgrad; row r is x[index[r]] * factor[r], or x[r]."""
+        if dtype == FP8 and not spec.hadamard:
+            key = draw.key if spec.rounding == "stochastic" else None
+            tiles, tile_ends = self.tiles
+            codes, scales = fused.fp8_columns(
+                x, spec.rounding, key, draw.layer, draw.operand, draw.rows, self.ends, index, factor, tiles
+            )
+            return _plain(hopper.row_scaled(codes, scales, tile_ends))
+        rows = x if index is None else fused.gather_rows(x, index, factor)
+        return cast(rows, spec, -2, dtype, draw, self.ends)
 
     def wgrad(
         self,
@@ -215,10 +247,13 @@ class Pass:
         arguments = (to.rounding, key, draw.layer, draw.operand, self.pairs, self.ends)
         dtype_x, fprop = self.wgrad_dtype(spec), gemms.fprop.x.format
         if _coded(gemms) and dtype_x == FP8 and not to.hadamard:
-            codes, scales = fused.fp8_columns_of_codes(*saved, fprop, index, *arguments)
-            x = _plain(hopper.row_scaled(codes, scales, fp8_ends(self.ends)))
+            tiles, tile_ends = self.tiles
+            codes, scales = fused.fp8_columns_of_codes(*saved, fprop, index, *arguments, tiles)
+            x = _plain(hopper.row_scaled(codes, scales, tile_ends))
         elif _coded(gemms) and formats.get(to.format).scale == "e8m0" and not to.hadamard:
-            x = _plain(fused.requantize_rows(*saved, fprop, index, to.format, *arguments))
+            x = _plain(fused.requantize_rows(*saved, fprop, index, to.format, *arguments, self.tiles[0]))
+        elif not kept.from_codes(gemms):
+            x = self.columns(saved[0], to, dtype_x, draw, index)
         else:
             saved = saved if index is None else kept.take(saved, gemms, index)
             x = kept.wgrad_operand(saved, gemms, shape, dtype_x, draw, self.ends)

@@ -18,7 +18,6 @@ from nybble.formats import outer as outer_scale
 from nybble.kernels import blackwell, direct, fused, hopper
 from nybble.kernels.cpu.bf16 import rounded
 from nybble.kernels.cuda import launch_both
-from nybble.kernels.expert_rows import fp8_ends
 from nybble.kernels.hopper import FP8
 from nybble.recipes import Operand
 
@@ -118,7 +117,7 @@ def _by_columns(spec: Operand, axis: int, offs: Tensor | None) -> bool:
 def _columns(codes: Tensor, scales: Tensor, offs: Tensor, rows: int, dtype: torch.dtype) -> Values:
     """Values of what `nybble::fp8_columns` gave of `rows` rows."""
     none = codes.new_empty(0, dtype=torch.float32)
-    ends = fp8_ends(offs)
+    _, ends = fused.token_tiles(offs, rows)
     if dtype == FP8:
         return Values(hopper.row_scaled(codes, scales, ends), none)
     starts = torch.cat([ends.new_zeros(1), ends])[:-1]

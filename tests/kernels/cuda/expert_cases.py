@@ -35,6 +35,7 @@ def calls(
         return (torch.randn(rows, cols, generator=gen) * spread).bfloat16()
 
     from nybble.formats import reference
+    from nybble.kernels import expert_columns
 
     x, gate_up, g, h = bf16(T, width), bf16(R, 2 * width), bf16(R, width), bf16(R, width)
     f, weights = torch.rand(R, generator=gen) + 0.5, torch.rand(R, generator=gen)
@@ -43,8 +44,13 @@ def calls(
     pairs = order.long()
     sr = ("stochastic", KEY, 3, 5)
     nearest = ("nearest", None, 0, 0, None)
+    tiles, _ = expert_columns.token_tiles(ends, R)
     amax_t, amax_e = torch.rand(T, generator=gen), torch.rand(E, generator=gen)
     return [
+        ("row_facts", (order, k, torch.arange(T) * 3 + 1, True)),
+        ("row_facts", (order, k, None, True)),
+        ("row_facts", (order, k, None, False)),
+        ("token_tiles", (ends, R)),
         ("row_factors", (order, ends, k, amax_t, "nvfp4", "token", amax_e, "nvfp4", weights)),
         ("row_factors", (order, ends, k, weights, "nvfp4-4over6", "row", None, "bf16", None)),
         ("row_factors", (order, ends, k, amax_t[:1], "nvfp4", "one", amax_e[:1], "nvfp4", None)),
@@ -66,13 +72,15 @@ def calls(
         ("quantize_to_rows", (x, "nvfp4", *sr, torch.arange(T) + 7, place)),
         ("decode_to_rows", (*codes_x, "nvfp4", token)),
         ("requantize_rows", (*codes_x, "nvfp4", token, "mxfp8", *sr, pairs, ends)),
-        ("requantize_rows", (*codes_h, "nvfp4", None, "mxfp8", *nearest, ends)),
+        ("requantize_rows", (*codes_h, "nvfp4", None, "mxfp8", *nearest, ends, tiles)),
         ("gradient_both", (x, "mxfp8", token, f, ends)),
-        ("gradient_both", (gate_up, "mxfp8", None, None, ends)),
+        ("gradient_both", (gate_up, "mxfp8", None, None, ends, tiles)),
         ("fp8_columns", (g, *nearest, ends)),
+        ("fp8_columns", (x, *nearest, ends, token, f, tiles)),
+        ("fp8_columns", (x.float(), *sr, pairs, ends, token)),
         ("fp8_columns", (torch.where(g > 3, torch.nan, g), *sr, pairs, ends)),
         ("fp8_columns_of_codes", (*codes_x, "nvfp4", token, *sr, pairs, ends)),
-        ("fp8_columns_of_codes", (*codes_h, "nvfp4", None, *nearest, ends)),
+        ("fp8_columns_of_codes", (*codes_h, "nvfp4", None, *nearest, ends, tiles)),
     ]
 
 
@@ -81,7 +89,8 @@ def results(module: Any, op: str, args: tuple[Any, ...]) -> tuple[Tensor, ...]:
     out = getattr(module, op)(*args)
     out = out if isinstance(out, tuple) else (out,)
     if op in ("requantize_rows", "gradient_both"):
-        last = int(args[-1][-1])
+        ends = next(a for a in reversed(args) if isinstance(a, Tensor) and a.dim() == 1)
+        last = int(ends[-1])
         out = tuple(t[:last] for t in out)
     return out
 

@@ -12,7 +12,7 @@ from cuda_cases import KEY, Call, eden_cases, hostile, requantized, same, stocha
 
 from nybble import formats
 from nybble.formats import hadamard, reference, table
-from nybble.kernels import expert_rows, messages
+from nybble.kernels import fused, messages
 from nybble.kernels.cuda import experts_front, front, launch_both, launch_hadamard, launch_messages
 
 ROWS = torch.tensor([5, 1000, 0, 77, 2, 3, 4])
@@ -120,7 +120,7 @@ def messages_differ() -> dict[str, list[bool]]:
 def expert_rows_differ() -> dict[int, Any]:
     out = {}
     for i, (op, args) in enumerate(expert_cases.calls()):
-        want = expert_cases.results(expert_rows, op, args)
+        want = expert_cases.results(fused.SPECIFICATIONS[op], op, args)
         if bad := expert_cases.wrong(expert_cases.results(experts_front, op, args), want, op):
             out[i] = (op, bad)
     return out

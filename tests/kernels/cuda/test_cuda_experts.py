@@ -6,7 +6,7 @@ import torch
 from cuda_cases import moved
 from torch import nn
 
-from nybble.kernels import expert_rows, fused, hopper
+from nybble.kernels import fused, hopper
 from nybble.layers import convert, set_step
 from nybble.models.inkling2.experts import SoftcappedSwiGLU
 
@@ -20,7 +20,7 @@ pytestmark = [
 @pytest.mark.parametrize("part", range(4))
 def test_passes_equal_their_specification(part, T, k, width):
     for op, args in expert_cases.calls(T=T, k=k, E=8, width=width)[part::4]:
-        want = expert_cases.results(expert_rows, op, args)
+        want = expert_cases.results(fused.SPECIFICATIONS[op], op, args)
         on_gpu = tuple(
             [moved(b, "cuda") for b in a] if isinstance(a, list) else moved(a, "cuda") for a in args
         )
@@ -95,7 +95,8 @@ def test_fp8_products_are_those_of_the_decoded_operands():
     a, b = (torch.randn(700, n, generator=gen).cuda().bfloat16() for n in (96, 64))
     ends = r["ends"].cuda()
     nearest = ("nearest", None, 0, 0, None, ends)
-    held = [hopper.row_scaled(*fused.fp8_columns(t, *nearest), expert_rows.fp8_ends(ends)) for t in (a, b)]
+    _, tile_ends = fused.token_tiles(ends, 700)
+    held = [hopper.row_scaled(*fused.fp8_columns(t, *nearest), tile_ends) for t in (a, b)]
     got = hopper.product_of_groups(*held).float()
     start = 0
     for g, end in enumerate(ends.tolist()):

@@ -9,7 +9,7 @@ import torch
 
 from nybble.formats import hadamard, reference
 from nybble.formats.table import Format
-from nybble.kernels import direct, dispatch, expert_rows, fused
+from nybble.kernels import direct, dispatch, fused
 from nybble.kernels.cuda import launch_both
 
 
@@ -58,7 +58,7 @@ def register() -> None:
     dispatch.provide("cuda", _can_run)
     for name in ("quantize", "dequantize", "fake_quantize", "requantize", "fake_requantize"):
         getattr(direct, name).register_kernel("cuda", _served(reference, "front", name))
-    for name in fused.NAMES:
-        getattr(fused, name).register_kernel("cuda", _served(expert_rows, "experts_front", name))
+    for name, specification in fused.SPECIFICATIONS.items():
+        getattr(fused, name).register_kernel("cuda", _served(specification, "experts_front", name))
     direct.hadamard.register_kernel("cuda", _served(hadamard, "launch_hadamard", "transform"))
     launch_both.fake_quantize_both.register_kernel("cuda", _both)

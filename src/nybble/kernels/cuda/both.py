@@ -12,7 +12,7 @@ from nybble.kernels.cuda.e4m3 import e4m3_values
 from nybble.kernels.cuda.finish_columns import column_words, draws_at, store_tokens
 from nybble.kernels.cuda.finish_rows import e4m3_words
 from nybble.kernels.cuda.registers import advance, load_raw, magnitude, magnitude_bits, times
-from nybble.kernels.cuda.sources import tile_maxima
+from nybble.kernels.cuda.sources import block_bounds, tile_maxima
 from nybble.kernels.cuda.stores import store_values
 
 
@@ -51,12 +51,7 @@ def fake_quantize_both(
     block = tl.program_id(1) * W + n // 32
     first = (n // 8) % 4 * 8
     has_block = block < blocks
-    if GROUPED:
-        start = tl.load(start_ptr + block, mask=has_block, other=0)
-        count = tl.load(count_ptr + block, mask=has_block, other=0)
-    else:
-        start = block * 32
-        count = tl.minimum(tokens - start, 32)
+    start, count = block_bounds(start_ptr, count_ptr, block, has_block, tokens, 32, GROUPED)
     inside = has_block & (column < columns)
     row = (start + first).to(tl.int64)
     column = column.to(tl.int64)

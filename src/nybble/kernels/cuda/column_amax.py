@@ -1,14 +1,12 @@
-"""The largest magnitude of whole columns, of matrices or of token groups, and the FP8 scale it gives."""
+"""The largest magnitude of whole columns, of matrices or of token groups."""
 # mypy: ignore-errors
 # ruff: noqa: RUF005 -- Triton adds tuples but does not unpack them
 
 import triton
 import triton.language as tl
 
-from nybble.kernels.cuda import scales as rule
-from nybble.kernels.cuda.elements import value
 from nybble.kernels.cuda.registers import join8
-from nybble.kernels.cuda.sources import load_sources, tile_maxima
+from nybble.kernels.cuda.sources import block_bounds, load_sources, tile_maxima
 
 
 @triton.jit(do_not_specialize=["tokens", "blocks"])
@@ -22,6 +20,7 @@ def column_amax(
     count_ptr,
     group_ptr,
     index_ptr,
+    factor_ptr,
     row_stride,
     lead_stride,
     columns,
@@ -31,6 +30,7 @@ def column_amax(
     SDEC_ROWS: tl.constexpr,
     SCALE_ROWS: tl.constexpr,
     HAS_INDEX: tl.constexpr,
+    HAS_FACTOR: tl.constexpr,
     GROUPED: tl.constexpr,
     LOOPS: tl.constexpr,
     W: tl.constexpr,
@@ -44,12 +44,7 @@ def column_amax(
     for loop in range(LOOPS):
         block = (tl.program_id(1) * LOOPS + loop) * W + n // 32
         has_block = block < blocks
-        if GROUPED:
-            start = tl.load(start_ptr + block, mask=has_block, other=0)
-            count = tl.load(count_ptr + block, mask=has_block, other=0)
-        else:
-            start = block * 32
-            count = tl.minimum(tokens - start, 32)
+        start, count = block_bounds(start_ptr, count_ptr, block, has_block, tokens, 32, GROUPED)
         inside = has_block & (column < columns)
         row = (lead * tokens + start + first).to(tl.int64)
         raws, sfs, sdecs = load_sources(
@@ -58,6 +53,7 @@ def column_amax(
             source_scales_ptr,
             sdec_ptr,
             index_ptr,
+            factor_ptr,
             lead * lead_stride + (start + first).to(tl.int64) * row_stride + column,
             row_stride,
             row,
@@ -70,6 +66,7 @@ def column_amax(
             SDEC_ROWS,
             SCALE_ROWS,
             HAS_INDEX,
+            HAS_FACTOR,
             ASM,
         )
         maxima = tile_maxima(raws, sfs, sdecs, SOURCE, True, ASM)
@@ -84,12 +81,3 @@ def column_amax(
         if GROUPED:
             which = lead * 0 + tl.load(group_ptr + b, mask=b < blocks, other=0)
         tl.atomic_max(amax_ptr + (which * columns + c), t, mask=ok & (t > 0), sem="relaxed")
-
-
-@triton.jit(do_not_specialize=["count"])
-def column_scales(amax_ptr, scales_ptr, count, N: tl.constexpr, ASM: tl.constexpr):
-    """FP32 scales of amaxes given as bits; NaN where a column holds a NaN or an infinity."""
-    n = tl.program_id(0) * N + tl.arange(0, N)
-    m = tl.load(amax_ptr + n, mask=n < count, other=0).to(tl.uint32, bitcast=True)
-    scale = rule.reciprocal(rule.fp32_multiplier(value(m)), ASM)
-    tl.store(scales_ptr + n, tl.where(m >= rule.INFINITE, float("nan"), scale), mask=n < count)

@@ -15,7 +15,7 @@ from nybble.kernels.cuda.draws import load_key
 from nybble.kernels.cuda.elements import value
 from nybble.kernels.cuda.finish_columns import finish_e2m1, finish_e4m3
 from nybble.kernels.cuda.registers import join8
-from nybble.kernels.cuda.sources import load_sources, tile_maxima
+from nybble.kernels.cuda.sources import block_bounds, load_sources, tile_maxima
 
 
 @triton.jit
@@ -30,6 +30,38 @@ def to_lanes(t, W: tl.constexpr, LANES: tl.constexpr, K: tl.constexpr):
     return tl.reshape(tl.broadcast_to(t[:, None, :], (W, LANES, K)), (W * LANES * K,))
 
 
+@triton.jit
+def store_whole_scales(
+    scales_ptr,
+    amax_ptr,
+    group_ptr,
+    lead,
+    columns,
+    blocks,
+    GROUPED: tl.constexpr,
+    C: tl.constexpr,
+    W: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    """The scales of C whole columns, from bits of their amaxes, if one of the W blocks is their first."""
+    first = tl.program_id(1) * W
+    begins = first == 0
+    if GROUPED:
+        before = tl.load(group_ptr + tl.maximum(first - 1, 0))
+        begins |= before != tl.load(group_ptr + tl.minimum(first + W, blocks) - 1)
+    if begins:
+        c = (tl.program_id(0) * C + tl.arange(0, C))[None, :]
+        b = (first + tl.arange(0, W))[:, None]
+        ok = (c < columns) & (b < blocks)
+        matrix = lead + b * 0
+        if GROUPED:
+            matrix = lead * 0 + tl.load(group_ptr + b, mask=b < blocks, other=0)
+        m = tl.load(amax_ptr + matrix * columns + c, mask=ok, other=0).to(tl.uint32, bitcast=True)
+        scale = rule.reciprocal(rule.fp32_multiplier(value(m)), ASM)
+        scale = tl.where(m >= rule.INFINITE, float("nan"), scale)
+        tl.store(scales_ptr + matrix * columns + c, scale, mask=ok)
+
+
 @triton.jit(do_not_specialize=["draw_columns", "tokens", "blocks", "tag"])
 def quantize_columns(
     x_ptr,
@@ -37,7 +69,7 @@ def quantize_columns(
     source_scales_ptr,
     sdec_ptr,
     codes_ptr,  # int32 words [lead, C, padded T]
-    scales_ptr,  # uint8 or FP32 [lead, C, blocks]
+    scales_ptr,  # uint8 or FP32 [lead, C, blocks]; FP32 [lead, C] or [G, C] if WHOLE
     values_ptr,  # [lead, T, C]
     amax_ptr,
     key_ptr,
@@ -45,7 +77,8 @@ def quantize_columns(
     start_ptr,  # of each block, if GROUPED: its first row,
     count_ptr,  # its rows, -1 for padding,
     group_ptr,  # and its group
-    index_ptr,  # int32 [T]: row of the codes that each token is, if HAS_INDEX
+    index_ptr,  # int32 [T]: row of x or of the codes that each token is, if HAS_INDEX
+    factor_ptr,  # FP32 [T]: what x is multiplied by, if HAS_FACTOR
     row_stride,
     lead_stride,
     columns,  # of x and of the outputs, a multiple of 8
@@ -68,6 +101,7 @@ def quantize_columns(
     OUT_BF16: tl.constexpr,
     HAS_ROWS: tl.constexpr,
     HAS_INDEX: tl.constexpr,
+    HAS_FACTOR: tl.constexpr,
     GROUPED: tl.constexpr,
     ALIGNED: tl.constexpr,
     W: tl.constexpr,  # warps, one block of tokens each
@@ -82,15 +116,12 @@ def quantize_columns(
     block = tl.program_id(1) * W + n // 32
     first = (n // K) % LANES * 8
     has_block = block < blocks
-    if GROUPED:
-        start = tl.load(start_ptr + block, mask=has_block, other=0)
-        count = tl.load(count_ptr + block, mask=has_block, other=0)
-    else:
-        start = block * BLOCK
-        count = tl.minimum(tokens - start, BLOCK)
+    start, count = block_bounds(start_ptr, count_ptr, block, has_block, tokens, BLOCK, GROUPED)
     inside = has_block & (column < columns)
     row = (lead * tokens + start + first).to(tl.int64)  # of the thread's first token, in [lead * T, C]
     column = column.to(tl.int64)
+    if WHOLE and not VALUES:
+        store_whole_scales(scales_ptr, amax_ptr, group_ptr, lead, columns, blocks, GROUPED, 8 * K, W, ASM)
 
     raws, sfs, sdecs = load_sources(
         x_ptr,
@@ -98,6 +129,7 @@ def quantize_columns(
         source_scales_ptr,
         sdec_ptr,
         index_ptr,
+        factor_ptr,
         lead * lead_stride + (start + first).to(tl.int64) * row_stride + column,
         row_stride,
         row,
@@ -110,6 +142,7 @@ def quantize_columns(
         SDEC_ROWS,
         SCALE_ROWS,
         HAS_INDEX,
+        HAS_FACTOR,
         ASM,
     )
 
@@ -117,17 +150,18 @@ def quantize_columns(
         maxima = tile_maxima(raws, sfs, sdecs, SOURCE, STOCHASTIC, ASM)
     wk = (tl.program_id(0) * K + tl.arange(0, K))[None, :] * 8
     wb = (tl.program_id(1) * W + tl.arange(0, W))[:, None]
+    if WHOLE:
+        matrix = lead + wb * 0
+        if GROUPED:
+            matrix = lead * 0 + tl.load(group_ptr + wb, mask=wb < blocks, other=0)
     muls = ()
     bads = ()
     scales = ()
     stored = ()
     for j in tl.static_range(8):
         if WHOLE:
-            which = lead + (wk + wb) * 0
-            if GROUPED:
-                which = lead * 0 + tl.load(group_ptr + wb + wk * 0, mask=wb < blocks, other=0)
             m = tl.load(
-                amax_ptr + which * columns + (wk + j), mask=(wk + j < columns) & (wb < blocks), other=0
+                amax_ptr + matrix * columns + (wk + j), mask=(wk + j < columns) & (wb < blocks), other=0
             )
             m = m.to(tl.uint32, bitcast=True)
         else:

@@ -15,12 +15,19 @@ from nybble.kernels.cuda.stores import store_values
 
 @triton.jit(do_not_specialize=["rows"])
 def row_decode_scales(
-    amax_ptr, group_ptr, out_ptr, rows, OUTER_MAX: tl.constexpr, HAS_GROUP: tl.constexpr, N: tl.constexpr
+    amax_ptr,
+    group_ptr,
+    out_ptr,
+    rows,
+    each,  # rows that share an amax
+    OUTER_MAX: tl.constexpr,
+    HAS_GROUP: tl.constexpr,
+    N: tl.constexpr,
 ):
-    """S_dec of each row: of its group's amax, or of its own."""
+    """S_dec of each row: of its group's amax, or of that of `each` rows."""
     row = tl.program_id(0) * N + tl.arange(0, N)
     mask = row < rows
-    which = row
+    which = row // each
     if HAS_GROUP:
         which = tl.load(group_ptr + row, mask=mask, other=0)
     s = rule.encode_scale(tl.load(amax_ptr + which, mask=mask, other=0.0), OUTER_MAX)

@@ -1,4 +1,5 @@
-"""The passes of `kernels/expert_rows.py` on CUDA tensors: brought to their kernel, or to the specification.
+"""The passes of `kernels/expert_rows.py` and `expert_columns.py` on CUDA tensors: brought to their kernel, or
+to the specification.
 
 The layer calls them with what the kernels take; anything else is rare (no tokens, odd widths, moved storage)
 and runs in plain torch on the GPU.
@@ -6,9 +7,11 @@ and runs in plain torch on the GPU.
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from nybble.formats import table
+from nybble.kernels import expert_columns as plain_columns
 from nybble.kernels import expert_rows as plain
 from nybble.kernels.cuda import launch_expert_columns as by_columns
 from nybble.kernels.cuda import launch_experts as launch
@@ -17,6 +20,11 @@ from nybble.kernels.cuda.launch_columns import too_many
 from nybble.kernels.cuda.launch_rows import Draw, Gated, pow2
 
 BLOCK_TOKENS = 32
+
+
+def row_facts(order: Tensor, k: int, rows: Tensor | None, pairs: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """See the specification."""
+    return (launch if order.numel() else plain).row_facts(order, k, rows, pairs)
 
 
 def row_factors(order: Tensor, ends: Tensor, k: int, *rest: Any) -> Tensor:
@@ -108,6 +116,11 @@ def decode_to_rows(codes: Tensor, scales: Tensor, amax: Tensor, format: str, ind
     return launch.decode_to_rows(codes, scales, format, index)
 
 
+def token_tiles(offs: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
+    """See the specification."""
+    return (by_columns if offs.numel() else plain_columns).token_tiles(offs, tokens)
+
+
 def requantize_rows(
     codes: Tensor,
     scales: Tensor,
@@ -121,6 +134,7 @@ def requantize_rows(
     operand: int,
     rows: Tensor | None,
     offs: Tensor,
+    tiles: Tensor | None = None,
 ) -> Tensor:
     """See the specification."""
     fmt, to = table.get(format), table.get(to_format)
@@ -130,23 +144,28 @@ def requantize_rows(
     )
     fits = fits and to.scale in ("e8m0", "fp32") and to.block_cols is not None and not to.square
     if not fits or too_many(1, R, BLOCK_TOKENS, offs.shape[0]) is not None:
-        return plain.requantize_rows(
+        return plain_columns.requantize_rows(
             codes, scales, amax, format, index, to_format, rounding, key, layer, operand, rows, offs
         )
     draw = Draw.of(rounding, key, layer, operand, rows)
-    return by_columns.requantize_rows(codes, scales, amax, format, index, to_format, draw, offs)
+    return by_columns.requantize_rows(codes, scales, amax, format, index, to_format, draw, offs, tiles)
 
 
 def gradient_both(
-    dy: Tensor, format: str, index: Tensor | None, factor: Tensor | None, ends: Tensor
+    dy: Tensor,
+    format: str,
+    index: Tensor | None,
+    factor: Tensor | None,
+    ends: Tensor,
+    tiles: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See the specification."""
     fmt = table.get(format)
     R = dy.shape[0] if index is None else index.shape[0]
     fits = launch.bf16_rows(dy) and fmt.scale == "e8m0" and not fmt.packed and R > 0 and ends.numel() > 0
     if not fits or too_many(1, R, BLOCK_TOKENS, ends.shape[0]) is not None:
-        return plain.gradient_both(dy, format, index, factor, ends)
-    return by_columns.gradient_both(dy, format, index, factor, ends)
+        return plain_columns.gradient_both(dy, format, index, factor, ends)
+    return by_columns.gradient_both(dy, format, index, factor, ends, tiles)
 
 
 def fp8_columns(
@@ -157,11 +176,17 @@ def fp8_columns(
     operand: int,
     rows: Tensor | None,
     offs: Tensor,
+    index: Tensor | None = None,
+    factor: Tensor | None = None,
+    tiles: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See the specification."""
-    if not x.numel() or not offs.numel() or too_many(1, x.shape[0], BLOCK_TOKENS, offs.shape[0]):
-        return plain.fp8_columns(x, rounding, key, layer, operand, rows, offs)
-    return by_columns.fp8_columns(x, Draw.of(rounding, key, layer, operand, rows), offs)
+    R = x.shape[0] if index is None else index.shape[0]
+    fits = x.numel() and R and offs.numel() and not too_many(1, R, BLOCK_TOKENS, offs.shape[0])
+    if not fits or (factor is not None and x.dtype == torch.float16):  # which kernels read as FP32
+        return plain_columns.fp8_columns(x, rounding, key, layer, operand, rows, offs, index, factor)
+    draw = Draw.of(rounding, key, layer, operand, rows)
+    return by_columns.fp8_columns(x, draw, offs, index, factor, tiles)
 
 
 def fp8_columns_of_codes(
@@ -176,17 +201,18 @@ def fp8_columns_of_codes(
     operand: int,
     rows: Tensor | None,
     offs: Tensor,
+    tiles: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See the specification."""
     fmt = table.get(format)
     R = codes.shape[0] if index is None else index.shape[0]
     fits = fmt.scale == "e4m3" and not fmt.square and codes.shape[1] % 8 == 0 and R and offs.numel()
     if not fits or too_many(1, R, BLOCK_TOKENS, offs.shape[0]) is not None:
-        return plain.fp8_columns_of_codes(
+        return plain_columns.fp8_columns_of_codes(
             codes, scales, amax, format, index, rounding, key, layer, operand, rows, offs
         )
     draw = Draw.of(rounding, key, layer, operand, rows)
-    return by_columns.fp8_columns_of_codes(codes, scales, amax, format, index, draw, offs)
+    return by_columns.fp8_columns_of_codes(codes, scales, amax, format, index, draw, offs, tiles)
 
 
 def _takes(format: str, width: int, rounding: str = "nearest") -> bool:

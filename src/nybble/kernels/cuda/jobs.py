@@ -224,8 +224,11 @@ def row_decode_scales(
 ) -> Tensor:
     """S_dec as the kernels read it: one, or one for each row of a stored `shape` [..., R, L]."""
     count = math.prod(shape[:-1])
-    group = _groups(outer, shape, offs, amax.device)
-    rows = count if outer == "row" or group is not None else 1
+    group = by_rows.row_groups(offs, count) if outer == "matrix" and offs is not None else None
+    each = 1  # rows that share an amax
+    if outer == "matrix" and offs is None and len(shape) > 2 and shape[0] > 1:
+        each = shape[-2]
+    rows = count if outer == "row" or group is not None or each > 1 else 1
     out = torch.empty(rows, dtype=torch.float32, device=amax.device)
     if rows and fmt.outer_max is not None:
         decode_kernel.row_decode_scales[(cdiv(rows, 256),)](
@@ -233,20 +236,9 @@ def row_decode_scales(
             group,
             out,
             rows,
+            each,
             OUTER_MAX=fmt.outer_max,
             HAS_GROUP=group is not None,
             N=256,
         )
     return out
-
-
-def _groups(outer: str, shape: tuple[int, ...], offs: Tensor | None, device: torch.device) -> Tensor | None:
-    """int32: which amax each row of `shape` has, where they differ and it is not one a row."""
-    count = math.prod(shape[:-1])
-    if outer != "matrix":
-        return None
-    if offs is not None:
-        return by_rows.row_groups(offs, count)
-    if len(shape) < 3 or shape[0] == 1:
-        return None
-    return torch.arange(count, dtype=torch.int32, device=device) // shape[-2]

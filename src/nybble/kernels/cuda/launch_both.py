@@ -128,6 +128,7 @@ def launch_rows_and_columns(
     index: Tensor | None = None,
     factor: Tensor | None = None,
     clear_tail: bool = True,
+    tiles: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Values of rows along -1 and along -2, of a shape that `reason` does not refuse.
 
@@ -137,6 +138,7 @@ def launch_rows_and_columns(
         factor: FP32 [R], what rows are multiplied by (and rounded to the dtype of x) in the form along the
             tokens alone.
         clear_tail: rows of no group are zero; else they may hold anything.
+        tiles: the `block_table` of `offs`, where it is known.
     """
     from nybble.kernels.cuda import both as kernel
     from nybble.kernels.cuda import launch_columns as by_columns
@@ -149,7 +151,9 @@ def launch_rows_and_columns(
     _, tokens, width = source.shape
     tokens = tokens if index is None else index.shape[0]
     blocks = cdiv(tokens, 32) if offs is None else tokens // 32 + offs.shape[0]
-    table = None if offs is None else by_columns.block_table(offs, blocks, 32)
+    table = tiles
+    if offs is not None and tiles is None:
+        table = by_columns.block_table(offs, blocks, 32)
     first, second = (torch.empty(tokens, width, dtype=dtype, device=x.device) for _ in range(2))
     bf16, warps = dtype == torch.bfloat16, by_columns.WARPS
     if offs is not None and clear_tail:
@@ -161,8 +165,7 @@ def launch_rows_and_columns(
         second.view(torch.int32) if bf16 else second,
         draw.key,
         draw.rows,
-        None if table is None else table.start,
-        None if table is None else table.count,
+        *((None,) * 2 if table is None else table[:2]),
         index,
         factor,
         source.x.stride(1),

@@ -34,7 +34,9 @@ class Source:
     scale_rows: int = 1
     """Rows that share a block scale."""
     index: Tensor | None = None
-    """int32 [T]: the row of the codes that each token is; its own where None."""
+    """int32 [T]: the row of the values or codes that each token is; its own where None."""
+    factor: Tensor | None = None
+    """FP32 [T]: what values are multiplied by, and rounded to their dtype."""
 
     @property
     def device(self) -> torch.device:
@@ -77,23 +79,19 @@ def as_source(x: Tensor) -> Source:
     return Source(shape=(x.shape[0], x.shape[1], x.shape[2]), x=x)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Table:
-    """Where each padded block of tokens lies, on the device."""
+def block_table(offs: Tensor, count: int, block: int, least: int = 0, ends: Tensor | None = None) -> Tensor:
+    """int32 [3, count or a few more]: first row, rows and group of the padded blocks of groups that end at
+    `offs`, each of `least` blocks or more.
 
-    start: Tensor
-    count: Tensor
-    group: Tensor
-
-
-def block_table(offs: Tensor, count: int, block: int, least: int = 0) -> Table:
-    """The table of `count` padded blocks of groups that end at `offs`, each of `least` blocks or more."""
-    start, rows, group = (torch.empty(count, dtype=torch.int32, device=offs.device) for _ in range(3))
+    Where the blocks of each group end goes into `ends` (int32 [G]).
+    """
+    count = cdiv(count, 4) * 4  # rows of the table are 16-byte aligned
+    table = torch.empty(3, count, dtype=torch.int32, device=offs.device)
     n, g = 128, offs.shape[0]
     group_kernel.block_table[(cdiv(count, n),)](
-        offs, start, rows, group, count, g, LEAST=least, BLOCK=block, N=n, G=pow2(g)
+        offs, table, ends, count, g, LEAST=least, BLOCK=block, ENDS=ends is not None, N=n, G=pow2(g)
     )
-    return Table(start=start, count=rows, group=group)
+    return table
 
 
 def quantize_columns(
@@ -107,6 +105,7 @@ def quantize_columns(
     *,
     dtype: torch.dtype | None = None,
     clear_tail: bool = True,
+    tiles: Tensor | None = None,
     warps: int = WARPS,
 ) -> tuple[Tensor, ...]:
     """Quantise along tokens: codes [lead, C', P] and scales [lead, C', blocks], or values [lead, T, C'].
@@ -118,24 +117,27 @@ def quantize_columns(
         columns: C of the logical tensor, by which draws are counted; the results have C' = C of the source.
         outer: the kernel's OUTER; `amax` is read.
         clear_tail: rows of no group are zero; else they may hold anything.
+        tiles: the `block_table` of `offs`, where it is known.
     """
     lead, tokens, width = source.shape
     whole = fmt.block_cols is None
     block = fmt.block_cols or TILE
     count = cdiv(tokens, block) if offs is None else tokens // block + offs.shape[0]
     device = source.device
-    table = None if offs is None else block_table(offs, count, block, int(whole))
+    table = tiles
+    if offs is not None and tiles is None:
+        table = block_table(offs, count, block, int(whole))
     codes = scales = values = None
     if dtype is None:
         per_row = count * block // (2 if fmt.packed else 1)
         codes = torch.empty(lead, width, per_row, dtype=torch.uint8, device=device)
-        if not whole:
-            scales = torch.empty(lead, width, count, dtype=blocks.scale_dtype(fmt), device=device)
+        groups = lead if offs is None else offs.shape[0]
+        shape = (groups, width) if whole else (lead, width, count)
+        scales = torch.empty(shape, dtype=blocks.scale_dtype(fmt), device=device)
     else:
         values = torch.empty(lead, tokens, width, dtype=dtype, device=device)
     if whole:
-        amax, whole_scales = measure_columns(source, table, offs, warps)
-        scales = whole_scales if dtype is None else None
+        amax = measure_columns(source, table, offs, warps)
     if values is not None and offs is not None and clear_tail:
         launch_decode.zero_tail(values, offs)
     per_warp = 32 // (block // 8) * 8
@@ -153,10 +155,9 @@ def quantize_columns(
             amax,
             draw.key,
             draw.rows,
-            None if table is None else table.start,
-            None if table is None else table.count,
-            None if table is None else table.group,
+            *((None,) * 3 if table is None else table),
             source.index,
+            source.factor,
             0 if source.x is None else source.x.stride(1),
             0 if source.x is None else source.x.stride(0),
             width,
@@ -179,6 +180,7 @@ def quantize_columns(
             OUT_BF16=out_bf16,
             HAS_ROWS=draw.rows is not None,
             HAS_INDEX=source.index is not None,
+            HAS_FACTOR=source.factor is not None,
             GROUPED=offs is not None,
             ALIGNED=columns % 8 == 0,
             W=warps,
@@ -196,14 +198,11 @@ def quantize_columns(
     return codes, scales
 
 
-def measure_columns(
-    source: Source, table: Table | None, offs: Tensor | None, warps: int
-) -> tuple[Tensor, Tensor]:
-    """(int32 bits of the amax, FP32 scale) of whole columns: [lead, C], or [G, C] of groups."""
+def measure_columns(source: Source, table: Tensor | None, offs: Tensor | None, warps: int) -> Tensor:
+    """int32 bits of the amax of whole columns: [lead, C], or [G, C] of groups."""
     lead, tokens, width = source.shape
     groups = lead if offs is None else offs.shape[0]
     amax = torch.zeros(groups, width, dtype=torch.int32, device=source.device)
-    scales = torch.empty(groups, width, dtype=torch.float32, device=source.device)
     count = cdiv(tokens, TILE) if offs is None else tokens // TILE + groups
     per_warp = 32 // (TILE // 8) * 8
     if count and width:
@@ -213,10 +212,9 @@ def measure_columns(
             source.scales,
             source.s_dec,
             amax,
-            None if table is None else table.start,
-            None if table is None else table.count,
-            None if table is None else table.group,
+            *((None,) * 3 if table is None else table),
             source.index,
+            source.factor,
             0 if source.x is None else source.x.stride(1),
             0 if source.x is None else source.x.stride(0),
             width,
@@ -226,6 +224,7 @@ def measure_columns(
             SDEC_ROWS=source.s_dec is not None and source.s_dec.numel() != 1,
             SCALE_ROWS=source.scale_rows,
             HAS_INDEX=source.index is not None,
+            HAS_FACTOR=source.factor is not None,
             GROUPED=offs is not None,
             LOOPS=AMAX_LOOPS,
             W=warps,
@@ -233,10 +232,7 @@ def measure_columns(
             num_warps=warps,
             enable_fp_fusion=False,
         )
-    column_amax.column_scales[(cdiv(amax.numel(), 256),)](
-        amax, scales, amax.numel(), N=256, ASM=use_asm(source.device)
-    )
-    return amax, scales
+    return amax
 
 
 def too_many(lead: int, tokens: int, block: int, groups: int) -> str | None:

@@ -1,21 +1,35 @@
 """Launches along the tokens of each expert, for `kernels/fused.py`: dy on both axes, operands of wgrad."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from nybble.formats import table
 from nybble.kernels.cuda import launch_both, launch_columns
 from nybble.kernels.cuda.jobs import row_decode_scales
+from nybble.kernels.cuda.launch_columns import TILE
 from nybble.kernels.cuda.launch_rows import Draw
 
 
+def token_tiles(offs: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
+    """See `fused.token_tiles`."""
+    ends = torch.empty_like(offs)
+    return launch_columns.block_table(offs, tokens // TILE + offs.shape[0], TILE, 1, ends), ends
+
+
 def gradient_both(
-    dy: Tensor, format: str, index: Tensor | None, factor: Tensor | None, ends: Tensor
+    dy: Tensor,
+    format: str,
+    index: Tensor | None,
+    factor: Tensor | None,
+    ends: Tensor,
+    tiles: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See `fused.gradient_both`; rows of no expert may hold anything."""
     fmt = table.get(format)
     return launch_both.launch_rows_and_columns(
-        dy, fmt, torch.bfloat16, Draw(), 0, ends, index, factor, clear_tail=False
+        dy, fmt, torch.bfloat16, Draw(), 0, ends, index, factor, clear_tail=False, tiles=tiles
     )
 
 
@@ -28,32 +42,50 @@ def requantize_rows(
     to_format: str,
     draw: Draw,
     offs: Tensor,
+    tiles: Tensor | None,
 ) -> Tensor:
     """See `fused.requantize_rows`; rows of no expert may hold anything."""
     source = _codes_source(codes, scales, amax, format, index)
     (values,) = launch_columns.quantize_columns(
         source, table.get(to_format), source.shape[2], 0, None, offs, draw, dtype=torch.bfloat16,
-        clear_tail=False,
+        clear_tail=False, tiles=tiles,
     )  # fmt: skip
     return values[0]
 
 
-def fp8_columns(x: Tensor, draw: Draw, offs: Tensor) -> tuple[Tensor, Tensor]:
-    """See `expert_rows.fp8_columns`."""
+def fp8_columns(
+    x: Tensor,
+    draw: Draw,
+    offs: Tensor,
+    index: Tensor | None,
+    factor: Tensor | None,
+    tiles: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """See `fused.fp8_columns`."""
     width = x.shape[1]
+    source = launch_columns.as_source(x)
+    rows = source.shape[1] if index is None else index.shape[0]
+    source = replace(source, shape=(1, rows, source.shape[2]), index=index, factor=factor)
     codes, scales = launch_columns.quantize_columns(
-        launch_columns.as_source(x), table.get("fp8-row"), width, 0, None, offs, draw
+        source, table.get("fp8-row"), width, 0, None, offs, draw, tiles=tiles
     )
     return codes[0, :width], scales[:, :width].contiguous()
 
 
 def fp8_columns_of_codes(
-    codes: Tensor, scales: Tensor, amax: Tensor, format: str, index: Tensor | None, draw: Draw, offs: Tensor
+    codes: Tensor,
+    scales: Tensor,
+    amax: Tensor,
+    format: str,
+    index: Tensor | None,
+    draw: Draw,
+    offs: Tensor,
+    tiles: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """See `expert_rows.fp8_columns_of_codes`."""
+    """See `fused.fp8_columns_of_codes`."""
     source = _codes_source(codes, scales, amax, format, index)
     out, out_scales = launch_columns.quantize_columns(
-        source, table.get("fp8-row"), source.shape[2], 0, None, offs, draw
+        source, table.get("fp8-row"), source.shape[2], 0, None, offs, draw, tiles=tiles
     )
     return out[0], out_scales
 

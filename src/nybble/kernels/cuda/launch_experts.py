@@ -6,6 +6,7 @@ from torch import Tensor
 from nybble.formats import blocks, table
 from nybble.kernels.cuda import expert_passes as kernel
 from nybble.kernels.cuda import gather as gather_kernel
+from nybble.kernels.cuda import groups as group_kernel
 from nybble.kernels.cuda import launch_decode, launch_rows
 from nybble.kernels.cuda.jit import cdiv, use_asm
 from nybble.kernels.cuda.launch_rows import Draw, Gated, Rows, pow2
@@ -39,6 +40,17 @@ def _tile(units: int) -> tuple[int, int]:
     """(rows, units of a row) of a program."""
     n = min(LANES, pow2(units))
     return LANES // n, n
+
+
+def row_facts(order: Tensor, k: int, rows: Tensor | None, pairs: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """See `fused.row_facts`."""
+    R = order.shape[0]
+    token, place = torch.empty_like(order), torch.empty_like(order)
+    counted = torch.empty(R if pairs else 0, dtype=torch.int64, device=order.device)
+    group_kernel.row_facts[(cdiv(R, 256),)](
+        order, rows, token, place, counted, R, k, PAIRS=pairs, HAS_ROWS=rows is not None, N=256
+    )
+    return token, place, counted
 
 
 def row_factors(

@@ -15,6 +15,7 @@ from nybble.kernels.cuda.registers import (
     load_raw,
     max_pairs,
     pair_bits,
+    times,
     top_bytes,
     umax,
 )
@@ -25,12 +26,31 @@ NVFP4 = tl.constexpr(2)
 
 
 @triton.jit
+def block_bounds(
+    start_ptr,
+    count_ptr,
+    block,
+    inside,
+    tokens,
+    BLOCK: tl.constexpr,
+    GROUPED: tl.constexpr,
+):
+    """(first token, tokens) of padded blocks; not one where none is."""
+    if GROUPED:
+        start = tl.load(start_ptr + block, mask=inside, other=0)
+        return start, tl.load(count_ptr + block, mask=inside, other=0)
+    else:
+        return block * BLOCK, tl.minimum(tokens - block * BLOCK, BLOCK)
+
+
+@triton.jit
 def load_sources(
     x_ptr,
     codes_ptr,
     scales_ptr,
     sdec_ptr,
     index_ptr,
+    factor_ptr,
     x_start,
     row_stride,
     row,
@@ -43,12 +63,14 @@ def load_sources(
     SDEC_ROWS: tl.constexpr,
     SCALE_ROWS: tl.constexpr,
     HAS_INDEX: tl.constexpr,
+    HAS_FACTOR: tl.constexpr,
     ASM: tl.constexpr,
 ):
     """(raws, sfs, sdecs) of eight features of eight tokens: pairs, FP32, or codes and their scales.
 
-    `x_start` (int64) is the element of x where its token 0 begins; codes are those of its row `row`, or with
-    HAS_INDEX of row index[row]. Tokens from `count` on are 0.
+    `x_start` (int64) is the element of x where its token 0 begins; codes are those of its row `row`. With
+    HAS_INDEX either is that of row index[row]. With HAS_FACTOR x is times factor[row], in its own type.
+    Tokens from `count` on are 0.
     """
     raws = ()
     sfs = ()
@@ -78,10 +100,19 @@ def load_sources(
             sfs = sfs + (sf,)
             sdecs = sdecs + (s_dec,)
     else:
-        x_ptr = advance(x_ptr, x_start, SOURCE == BF16)
+        if not HAS_INDEX:
+            x_ptr = advance(x_ptr, x_start, SOURCE == BF16)
         for i in tl.static_range(8):
             mask = inside & (first + i < count)
-            raws = raws + (load_raw(x_ptr, i * row_stride, mask, SOURCE == BF16),)
+            if HAS_INDEX:
+                at = tl.load(index_ptr + (row + i), mask=mask, other=0).to(tl.int64)
+                raw = load_raw(x_ptr, at * row_stride + column, mask, SOURCE == BF16)
+            else:
+                raw = load_raw(x_ptr, i * row_stride, mask, SOURCE == BF16)
+            if HAS_FACTOR:
+                factor = tl.load(factor_ptr + (row + i), mask=mask, other=0.0)
+                raw = times(raw, factor, SOURCE == BF16, ASM)
+            raws = raws + (raw,)
             sfs = sfs + (0.0,)
             sdecs = sdecs + (0.0,)
     return raws, sfs, sdecs
