@@ -59,8 +59,19 @@ def section(config: Any, *keys: str) -> dict[str, Any]:
     return config if isinstance(config, dict) else {}
 
 
+def absent(path: Path) -> str | None:
+    """Why there is no file to read at `path`, as the rest of a sentence about it; None if there is one."""
+    if path.is_file():
+        return None
+    if path.is_symlink() and not path.exists():
+        return f"is a link to {path.readlink()}, which is not there; fetch or copy what it points to"
+    return "is no file" if path.exists() else "is not there"
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from `path`; duplicate keys, other values than objects and oversize files are errors."""
+    if path.is_symlink() and (why := absent(path)):
+        raise CheckpointError(f"{path}: {why}")
     try:
         size = path.stat().st_size
         if size > MAX_JSON_BYTES:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from nybble.checkpoints.header import DTYPES, Entry, read_header, read_json
+from nybble.checkpoints.header import DTYPES, Entry, absent, read_header, read_json
 from nybble.checkpoints.vectored import raw, runs, transfer
 from nybble.errors import CheckpointError
 
@@ -63,15 +63,14 @@ class Folder:
         if not path.is_dir():
             raise CheckpointError(f"{path}: no such folder")
         config_path = path / "config.json"
-        config = read_json(config_path) if config_path.exists() else {}
+        config = read_json(config_path) if os.path.lexists(config_path) else {}
         folder = cls(path=path, config=config, tensors={})
         index = folder._index()
         files = sorted(set(index.values())) if index else sorted(p.name for p in path.glob("*.safetensors"))
         for name in files:
-            if not (path / name).is_file():
-                folder._problem(
-                    "index-file", f"{path / name}: the index names this file, and it is not there"
-                )
+            if why := absent(path / name):
+                named = "the index names this file, and it " if index else ""
+                folder._problem("index-file" if index else "file", f"{path / name}: {named}{why}")
                 continue
             try:
                 header = read_header(path / name)
@@ -102,7 +101,7 @@ class Folder:
 
     def _index(self) -> dict[str, str]:
         path = self.path / INDEX_NAME
-        if not path.exists():
+        if not os.path.lexists(path):
             return {}
         weight_map = read_json(path).get("weight_map")
         if not isinstance(weight_map, dict):

@@ -151,6 +151,23 @@ def test_index_and_files_that_disagree_are_named(tmp_path: Path) -> None:
     assert found == {"index-entry", "index-file", "duplicate"}
 
 
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", INDEX_NAME])
+def test_a_link_to_nothing_is_told_as_one(tmp_path: Path, name: str) -> None:
+    """As in a cache of downloads whose blobs were cleaned away."""
+    save_file({"a": torch.ones(2)}, tmp_path / "model.safetensors")
+    (tmp_path / name).unlink(missing_ok=True)
+    (tmp_path / name).symlink_to("../blobs/cleaned")
+    with pytest.raises(CheckpointError) as caught:
+        Folder.open(tmp_path)
+    why = "is a link to ../blobs/cleaned, which is not there; fetch or copy what it points to"
+    assert str(caught.value) == f"{tmp_path / name}: {why}"
+
+
+def test_a_folder_with_the_name_of_a_file_is_told_as_one(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").mkdir()
+    assert Folder.scan(tmp_path).problems == [("file", f"{tmp_path}/model.safetensors: is no file")]
+
+
 def test_a_file_truncated_after_it_was_opened_gives_an_error(tmp_path: Path) -> None:
     save_file({"a": torch.ones(1000)}, tmp_path / "model.safetensors")
     folder = Folder.open(tmp_path)
