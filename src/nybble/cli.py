@@ -12,6 +12,8 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
+from nybble.compiling import told
+
 VERBS: dict[str, tuple[str, str]] = {
     "prepare": ("nybble.commands.prepare", "turn text into token shards"),
     "pretrain": ("nybble.commands.pretrain", "train a model from random weights"),
@@ -49,7 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail(f"unknown verb {words[0]!r}{_suggest(words[0])}; see nybble --help", status=2)
     try:
         run: Callable[[list[str]], int] = importlib.import_module(VERBS[words[0]][0]).main
-        return run(words[1:])
+        with told(_note):
+            return run(words[1:])
     except BrokenPipeError:
         # The reader of our output, such as `head`, has gone: nothing to say, and nobody to say it to.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
@@ -100,6 +103,10 @@ def _sentence(error: Exception) -> str:
 def _fail(sentence: str, status: int = 1) -> int:
     print(f"error: {sentence}", file=sys.stderr)
     return status
+
+
+def _note(sentence: str) -> None:
+    print(sentence, file=sys.stderr, flush=True)
 
 
 def _suggest(verb: str) -> str:

@@ -128,6 +128,20 @@ def test_a_rank_that_computes_for_long_is_left_alone(watched):
     assert json.loads(store.get("watch/0"))["at"] == "step 12, between exchanges"
 
 
+def test_a_rank_that_compiles_says_so(watched, capsys, monkeypatch):
+    monkeypatch.setattr(module, "COMPILING_S", 0.05)
+    monkeypatch.setattr(module, "compiling", lambda: True)
+    _, store, ends = watched(0.1, 60)
+    for n in range(20):
+        beat(store, n)
+        time.sleep(0.02)
+    assert (
+        capsys.readouterr().err.count("slow: rank 0: step 12, between exchanges, compiling kernels for") == 1
+    )
+    assert json.loads(store.get("watch/0"))["at"] == "step 12, between exchanges, compiling kernels"
+    assert not ends
+
+
 def test_progress_is_no_slowness(watched, capsys):
     watch, store, ends = watched(0.2, 0.3)
     for n in range(20):

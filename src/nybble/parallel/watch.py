@@ -23,11 +23,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from nybble.compiling import compiling
 from nybble.parallel.ticks import Ticks
 
 BEAT_S = 1.0
 DEAD_S = 60.0
 """A heart that stands still for so long is dead: longer than the interpreter is ever held up by compiling."""
+
+COMPILING_S = 5.0
+"""What takes longer between exchanges may be compiling, and is looked at for it."""
 
 STOP_S = 10.0
 """What waits for so long after SIGTERM waits for a rank that is gone, and a heart that then stands still for
@@ -157,6 +161,8 @@ class Watch:
         last_seen: dict[int, tuple[int, float]] = {}
         while not self._stop.wait(BEAT_S):
             place, seconds, waits = self.position()
+            if not waits and seconds >= COMPILING_S and compiling():
+                place += ", compiling kernels"
             beat += 1
             asked = 0.0 if self._asked is None else self._asked.seconds()
             if waits and min(asked, seconds) >= STOP_S:

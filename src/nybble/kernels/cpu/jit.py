@@ -105,3 +105,8 @@ def helper(function: Callable[..., Any]) -> Any:
 
 
 _share_out = compiled(crew.share_out, source_digest())
+
+
+def kept() -> bool:
+    """Whether kernels are kept on a disk, and later processes find them compiled."""
+    return getattr(_share_out._cache, "_cache_file", None) is not None
