@@ -11,6 +11,7 @@ from nybble import checkpoints
 from nybble.checkpoints import store, tensors
 from nybble.checkpoints.identity import check_identity
 from nybble.errors import CheckpointError
+from nybble.recipes import load_recipe
 
 TENSORS = {
     "model/w": torch.randn(5, 7, generator=torch.Generator().manual_seed(0)),
@@ -157,6 +158,17 @@ def test_identity_names_what_differs() -> None:
     )
     with pytest.raises(CheckpointError, match=message):
         check_identity(saved, {"recipe": "a", "model": {"layers": 3, "heads": 4}}, Path("x"))
+
+
+def test_a_run_of_another_recipe_says_where_its_own_is_kept(tmp_path: Path) -> None:
+    began = load_recipe({"name": "began", "rule": [{"modules": "**", "all": "mxfp8", "after": 3}]})
+    kept, checkpoint = tmp_path / "recipe.toml", tmp_path / "checkpoints" / "step_00000002"
+    kept.write_text(began.to_toml())
+    with pytest.raises(CheckpointError) as caught:
+        check_identity({"recipe": began.hash()}, {"recipe": "edited"}, checkpoint)
+    assert f'recipe is "{began.hash()}" there and "edited" here' in str(caught.value)
+    assert f"(its recipe, began, with --recipe {kept})" in str(caught.value)
+    assert load_recipe(kept).hash() == began.hash()
 
 
 def test_disk_full_is_recognised_in_every_guise() -> None:

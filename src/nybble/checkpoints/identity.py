@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from nybble.errors import CheckpointError
+from nybble.recipes import load_recipe
 
 
 def digest(value: Any) -> str:
@@ -22,8 +23,16 @@ def check_identity(saved: dict[str, Any], now: dict[str, Any], where: Path) -> N
         shown = "; ".join(differences[:4]) + ("; ..." if len(differences) > 4 else "")
         raise CheckpointError(
             f"{where} belongs to another run: {shown}; go on with what it was begun with, the version of "
-            "Nybble included, or begin a run of its own in another --out"
+            f"Nybble included{_recipe_of(saved, now, where)}, or begin a run of its own in another --out"
         )
+
+
+def _recipe_of(saved: dict[str, Any], now: dict[str, Any], checkpoint: Path) -> str:
+    """Where the recipe of the saved run is to be found, if it is another one."""
+    kept = checkpoint.parent.parent / "recipe.toml"
+    if saved.get("recipe") == now.get("recipe") or not kept.is_file():
+        return ""
+    return f" (its recipe, {load_recipe(kept).name}, with --recipe {kept})"
 
 
 def _differences(saved: Any, now: Any, name: str) -> list[str]:

@@ -12,10 +12,14 @@ from nybble.pretrain.config import PretrainConfig
 from nybble.pretrain.configfile import load_toml
 from nybble.pretrain.defaults import preset_defaults
 
-FREE = ("out", "data", "device", "threads", "compile", "graph", "activation_checkpointing", "schedule.steps")
+FREE = (
+    *("out", "data", "recipe", "device", "threads", "compile", "graph"),
+    *("activation_checkpointing", "schedule.steps"),
+)
 FREE_SECTIONS = ("checkpoint.", "log.", "parallel.")
 """What may change when a run resumes; anything else would make it another run. Other steps bend the schedule
-from there on; another number of threads or ranks, another device or compiling may change last bits."""
+from there on; data and recipe are compared by what they hold, and may have moved; another number of threads
+or ranks, another device or compiling may change last bits."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,6 +10,7 @@ from nybble.rl.config import RLConfig
 
 FREE = (
     "model",
+    "recipe",
     "out",
     "device",
     "threads",

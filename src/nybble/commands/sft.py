@@ -8,7 +8,7 @@ from pathlib import Path
 from nybble.commands.runs import parse_run
 from nybble.rl.sft import SFTConfig
 
-FREE = ("model", "out", "device", "threads", "schedule.steps")
+FREE = ("model", "recipe", "out", "device", "threads", "schedule.steps")
 FREE_SECTIONS = ("checkpoint.", "log.", "parallel.")
 """What may change when a run resumes."""
 

@@ -3,6 +3,7 @@
 RUN/config.toml      settings, resolved        RUN/metrics.jsonl    one line a step
 RUN/env.json         versions and device       RUN/checkpoints/     see nybble.checkpoints.store
 RUN/precision.txt    operand formats, a GEMM   RUN/plots/loss.png
+RUN/recipe.toml      what it was begun with
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ OWNED = (
     "config.toml",
     "env.json",
     "precision.txt",
+    "recipe.toml",
     "metrics.jsonl",
     "checkpoints",
     "plots",

@@ -92,6 +92,7 @@ def _pretrain(
         run.write("config.toml", dump_run(dataclasses.replace(config, out=run.path), "pretrain"))
         run.write("env.json", environment(device, numerics, together.world()))
         run.write("precision.txt", report.table())
+        run.write("recipe.toml", recipe.to_toml())
         _introduce(session, report, mesh, dataset, numerics, restored, resume)
         if together.is_main():
             session.sinks += open_sinks(config.log, run.path, flatten(config), session.step)

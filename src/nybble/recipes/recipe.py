@@ -20,6 +20,9 @@ OPTIONS: dict[str, dict[str, tuple[str, ...]]] = {
 }
 """Tables of single options; the first choice is the default."""
 
+FREE = {"experts": ("keep",), "weights": ("cache",)}
+"""Options that trade memory for time and leave every bit alone."""
+
 STAGES = ("sample", "train")
 """Stages of reinforcement learning that may have rules of their own, as [[rl.sample.rule]]."""
 
@@ -76,10 +79,11 @@ class Recipe:
         return tomli_w.dumps(self.to_dict())
 
     def hash(self) -> str:
-        """12 hex digits that are equal when the numbers are: names do not count, nor do options that trade
-        memory for time and leave every bit alone.
-        """
-        content = {key: value for key, value in self._content().items() if key not in ("experts", "weights")}
+        """12 hex digits that are equal when the numbers are: names do not count, nor do options of FREE."""
+        content = self._content()
+        for table, names in FREE.items():
+            content[table] = {key: value for key, value in content[table].items() if key not in names}
+        content = {key: value for key, value in content.items() if value != {}}
         return hashlib.sha256(tomli_w.dumps(content).encode()).hexdigest()[:12]
 
     def _content(self) -> dict[str, Any]:

@@ -163,6 +163,7 @@ def _fine_tune(
         folder.write("config.toml", dump_run(dataclasses.replace(config, out=folder.path), "sft"))
         folder.write("env.json", environment(device, numerics_status(device), together.world()))
         folder.write("precision.txt", trained.report.table())
+        folder.write("recipe.toml", trained.recipe.to_toml())
         print(trained.report.table())
         print(f"device  {numerics_status(device)}")
         print(

@@ -130,6 +130,7 @@ def _reinforce(config: RLConfig, device: torch.device, start: Start, *, resume: 
         folder.write("config.toml", dump_run(dataclasses.replace(config, out=folder.path), "rl"))
         folder.write("env.json", environment(device, numerics_status(device), together.world()))
         folder.write("precision.txt", policy.table())
+        folder.write("recipe.toml", trained.recipe.to_toml())
         _introduce(run, trained, restored, numerics_status(device))
         if together.is_main():
             session.sinks += open_sinks(config.log, folder.path, flatten(config), session.step)
