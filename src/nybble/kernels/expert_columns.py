@@ -97,6 +97,7 @@ def fp8_columns(
     index: Tensor | None = None,
     factor: Tensor | None = None,
     tiles: Tensor | None = None,  # noqa: ARG001 -- saves kernels work
+    amax: Tensor | None = None,  # noqa: ARG001 -- likewise
 ) -> tuple[Tensor, Tensor]:
     """Rows of x in fp8-row along each group's: codes uint8 [C, P], scales FP32 [G, C].
 
@@ -107,6 +108,7 @@ def fp8_columns(
         x: [T, C]; row r is x[index[r]], or x[r] without an index (int32 [R]).
         factor: FP32 [R], by which rows are multiplied, and rounded to x's dtype.
         tiles: those that `token_tiles` gives, where they are known.
+        amax: FP32 [G, C] of each group's columns as `swiglu_backward_fp8` gives it, likewise.
     """
     x = x if index is None else x.index_select(0, index)
     x = x if factor is None else (x.float() * factor[:, None]).to(x.dtype)

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nybble.formats import ops, outer, table
+from nybble.formats.grouped import group_slices
 
 
 def row_facts(order: Tensor, k: int, rows: Tensor | None, pairs: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -168,6 +169,36 @@ def swiglu_backward(
         y = gate * s
         d = torch.cat([(s + (y - y * s)) * up * dh, y * dh], -1)
     return d.to(gate_up.dtype), dots
+
+
+def swiglu_backward_fp8(
+    gate_up: Tensor,
+    factor: Tensor | None,
+    g: Tensor,
+    g_factor: Tensor | None,
+    weights: Tensor,
+    order: Tensor,
+    ends: Tensor,
+    gate_cap: float,
+    up_cap: float,
+    h: list[Tensor],
+    format: str,
+    tiles: Tensor,  # noqa: ARG001 -- which rows a program takes
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """What `swiglu_backward` gives and what products in fp8-row take of it: (d [R, 2I], its codes uint8
+    [R, 2I] and scales FP32 [R] along the features, amax FP32 [G, 2I] of each group's columns, dots [R]).
+
+    An amax is NaN or infinite where a column holds such. `tiles` are those that `token_tiles` gives.
+    """
+    d, dots = swiglu_backward(
+        gate_up, factor, g, g_factor, weights, order, ends, gate_cap, up_cap, h, format, True
+    )
+    codes, scales, _ = ops.quantize(d, "fp8-row", -1)
+    amax = torch.zeros(ends.shape[0], d.shape[1], device=d.device)
+    for group, own in enumerate(group_slices(ends)):
+        if own.stop > own.start:
+            amax[group] = d[own].abs().amax(0).float()
+    return d, codes, scales.squeeze(-1), amax, dots
 
 
 def quantize_to_rows(

@@ -36,6 +36,7 @@ combine_rows = _op("combine_rows", expert_rows)
 swiglu_rows = _op("swiglu_rows", expert_rows)
 swiglu_quantize = _op("swiglu_quantize", expert_rows)
 swiglu_backward = _op("swiglu_backward", expert_rows)
+swiglu_backward_fp8 = _op("swiglu_backward_fp8", expert_rows)
 quantize_to_rows = _op("quantize_to_rows", expert_rows)
 decode_to_rows = _op("decode_to_rows", expert_rows)
 token_tiles = _op("token_tiles", expert_columns)
@@ -93,6 +94,14 @@ def _(gate_up, _factor, g, _g_factor, _weights, order, *rest):  # type: ignore[n
     need_gate_up = rest[-1]
     d = gate_up.new_empty(gate_up.shape[0] if need_gate_up else 0, gate_up.shape[1])
     return d, g.new_empty(order.shape[0], dtype=torch.float32)
+
+
+@swiglu_backward_fp8.register_fake
+def _(gate_up, _factor, _g, _g_factor, _weights, order, ends, *_):  # type: ignore[no-untyped-def]
+    (R, width), groups = gate_up.shape, ends.shape[0]
+    codes = gate_up.new_empty(R, width, dtype=torch.uint8)
+    full = [order.new_empty(shape, dtype=torch.float32) for shape in ((R,), (groups, width), (R,))]
+    return torch.empty_like(gate_up), codes, *full
 
 
 @quantize_to_rows.register_fake

@@ -192,6 +192,39 @@ class Pass:
             second = self.columns(dy, rows.wgrad.dy, self.wgrad_dtype(spec), draw, self.token, weight)
         return first, second
 
+    def gate_gradients(
+        self,
+        gate_up: Tensor,
+        factor: Tensor | None,
+        g: Tensor,
+        g_factor: Tensor | None,
+        h: list[Tensor],
+        dgrad: bool,
+        wgrad: bool,
+    ) -> tuple[Values | None, Values | None, Tensor]:
+        """Operands of dgrad and wgrad of the up product, those that are needed, and the gradient at the
+        routing weights [R] by pair; arguments as for `fused.swiglu_backward`."""
+        arguments = (
+            gate_up, factor, g, g_factor, self.weights, self.order, self.ends, *self.caps,
+            h, self.plan.down.spec.gemms.fprop.x.format,
+        )  # fmt: skip
+        if not (dgrad and wgrad and self._up_in_codes()):
+            d_up, dots = fused.swiglu_backward(*arguments, dgrad or wgrad)
+            return *self.split(d_up, dgrad, wgrad), dots
+        spec, (tiles, _) = self.plan.up.spec, self.tiles
+        d_up, codes, scales, amax, dots = fused.swiglu_backward_fp8(*arguments, tiles)
+        first = _plain(hopper.RowScaled(codes.view(FP8), scales))
+        draw = spec.draw(Role.WGRAD_DY, self.key)
+        return first, self.columns(d_up, spec.gemms.wgrad.dy, FP8, draw, amax=amax), dots
+
+    def _up_in_codes(self) -> bool:
+        """Whether both products that take the gradient of the up product multiply its codes, to nearest."""
+        spec = self.plan.up.spec
+        if not self.dgrad_dtype(spec) == self.wgrad_dtype(spec) == FP8:
+            return False
+        operands = (spec.gemms.dgrad.dy, spec.gemms.wgrad.dy)
+        return all(operand.rounding == "nearest" and not operand.hadamard for operand in operands)
+
     def split(self, d_up: Tensor, dgrad: bool, wgrad: bool) -> tuple[Values | None, Values | None]:
         """The same of the up product, from the gradient of its rows."""
         spec = self.plan.up.spec
@@ -218,14 +251,17 @@ class Pass:
         draw: Draw,
         index: Tensor | None = None,
         factor: Tensor | None = None,
+        amax: Tensor | None = None,
     ) -> Values:
-        """x as an operand of wgrad; row r is x[index[r]] * factor[r], or x[r]."""
+        """x as an operand of wgrad; row r is x[index[r]] * factor[r], or x[r]. `amax` of columns, if known,
+        as for `fused.fp8_columns`."""
         if dtype == FP8 and not spec.hadamard:
             key = draw.key if spec.rounding == "stochastic" else None
             tiles, tile_ends = self.tiles
             codes, scales = fused.fp8_columns(
-                x, spec.rounding, key, draw.layer, draw.operand, draw.rows, self.ends, index, factor, tiles
-            )
+                x, spec.rounding, key, draw.layer, draw.operand, draw.rows, self.ends,
+                index, factor, tiles, amax,
+            )  # fmt: skip
             return _plain(hopper.row_scaled(codes, scales, tile_ends))
         rows = x if index is None else fused.gather_rows(x, index, factor)
         return cast(rows, spec, -2, dtype, draw, self.ends)

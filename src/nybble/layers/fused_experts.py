@@ -100,15 +100,10 @@ class FusedExperts(torch.autograd.Function):
                 gate_up, _ = run.up(*run.enter_again(saved_x, x_shape), w_up, factor)
             # dL/dw[r] = <g[r], h[r]>: the outputs of the experts need not be kept.
             h = run.full_h(saved_h, h_shape) if need_weights else []
-            d_up, dots = fused.swiglu_backward(
-                gate_up, factor, g, g_factor, run.weights, order, ends, *run.caps,
-                h, spec.gemms.fprop.x.format, need_gate_up,
-            )  # fmt: skip
+            a, b, dots = run.gate_gradients(gate_up, factor, g, g_factor, h, need_x, need_up)
             del g, gate_up
             dweights = dots.view(weights.shape).to(weights.dtype) if need_weights else None
             spec = plan.up.spec
-            a, b = run.split(d_up, need_x, need_up)
-            del d_up
             if a is not None:
                 # GEMM dgrad of up: d_up[R,2I] @ Wup[E,2I,H] -> dx[R,H], then the sum over a token's k rows
                 dgrad = spec.gemms.dgrad

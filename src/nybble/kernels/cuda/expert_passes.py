@@ -1,4 +1,4 @@
-"""Elementwise passes over the rows of experts: factors of rows, SwiGLU and its derivative, the weighted sum.
+"""Elementwise passes over the rows of experts: factors of rows, SwiGLU, the weighted sum.
 
 Legend: T tokens, k experts a token, R = T * k rows sorted by expert; rows at or beyond ends[-1] belong to no
 expert, hold anything, and count as zeros.
@@ -10,9 +10,8 @@ import triton
 import triton.language as tl
 
 from nybble.kernels.cuda import scales as rule
-from nybble.kernels.cuda.gates import load_gated, scaled_pairs, swiglu_backward
+from nybble.kernels.cuda.gates import load_gated
 from nybble.kernels.cuda.gather import lanes
-from nybble.kernels.cuda.nvfp4 import load_factor, load_nvfp4, nvfp4_values
 from nybble.kernels.cuda.registers import floats, load_raw
 from nybble.kernels.cuda.stores import store_values
 
@@ -82,81 +81,6 @@ def swiglu_rows(
     at = row * units * 16 + u * 8
     h = load_gated(x_ptr, at, units.to(tl.int64) * 8, inside, factor, HAS_FACTOR, GATE_CAP, UP_CAP, ASM)
     store_values(h_ptr, (row * units + u) * 8, floats(h, True), mask, True, ASM)
-
-
-@triton.jit(do_not_specialize=["units", "groups", "scale_columns"])
-def swiglu_backward_rows(
-    x_ptr,  # gate and up: BF16 pairs [R, 2I]
-    factor_ptr,  # of x
-    g_ptr,  # BF16 pairs [R, I]: gradient at h before the routing weight
-    g_factor_ptr,  # of g
-    weights_ptr,  # FP32 by pair
-    order_ptr,
-    h_ptr,  # BF16 pairs [R, I], or int32 words of NVFP4 codes
-    h_scales_ptr,
-    h_amax_ptr,  # [R] or one
-    d_ptr,  # BF16 pairs [R, 2I]
-    dot_ptr,  # FP32 by pair: <g, h>
-    ends_ptr,
-    units,  # I / 8
-    groups,
-    scale_columns,
-    OUTER_MAX: tl.constexpr,
-    AMAX_ROWS: tl.constexpr,
-    GATE_CAP: tl.constexpr,
-    UP_CAP: tl.constexpr,
-    HAS_FACTOR: tl.constexpr,
-    HAS_G_FACTOR: tl.constexpr,
-    DOT: tl.constexpr,  # 0: none, 1: with h in BF16, 2: with h in codes
-    D: tl.constexpr,  # whether the gradient at gate and up is wanted
-    LOOPS: tl.constexpr,
-    N: tl.constexpr,
-    ASM: tl.constexpr,
-):
-    """Gradients at gate and up, and at the routing weights, of each row."""
-    row = tl.program_id(0).to(tl.int64)
-    inside = row < tl.load(ends_ptr + groups - 1)
-    factor = tl.load(factor_ptr + row) if HAS_FACTOR else 1.0
-    g_factor = tl.load(g_factor_ptr + row) if HAS_G_FACTOR else 1.0
-    pair = tl.load(order_ptr + row)
-    weight = tl.load(weights_ptr + pair)
-    s_dec = 1.0
-    if DOT == 2:
-        s_dec = tl.div_rn(1.0, rule.encode_scale(tl.load(h_amax_ptr + row * AMAX_ROWS), OUTER_MAX))
-    dots = tl.zeros((N,), tl.float32)
-    for i in range(LOOPS):
-        u = (i * N + tl.arange(0, N)).to(tl.int64)
-        mask = (u < units) & inside
-        g = floats(load_raw(g_ptr, (row * units + u) * 8, mask, True), True)
-        if HAS_G_FACTOR:
-            more = ()
-            for j in tl.static_range(8):
-                more = more + (g[j] * g_factor,)
-            g = more
-        if DOT == 1:
-            h = floats(load_raw(h_ptr, (row * units + u) * 8, mask, True), True)
-            for j in tl.static_range(8):
-                dots += g[j] * h[j]
-        if DOT == 2:
-            sf = load_factor(h_scales_ptr, row * scale_columns + u // 2, mask, ASM)
-            h = nvfp4_values(load_nvfp4(h_ptr, row * units + u, mask), sf, True, ASM)
-            for j in tl.static_range(8):
-                dots += g[j] * (h[j] * s_dec)
-        if D:
-            at = row * units * 16 + u * 8
-            half = units.to(tl.int64) * 8
-            gate = scaled_pairs(load_raw(x_ptr, at, mask, True), factor, HAS_FACTOR, ASM)
-            up = scaled_pairs(load_raw(x_ptr, at + half, mask, True), factor, HAS_FACTOR, ASM)
-            dgate = ()
-            dup = ()
-            for j in tl.static_range(8):
-                a, b = swiglu_backward(gate[j], up[j], g[j] * weight, GATE_CAP, UP_CAP, ASM)
-                dgate = dgate + (a,)
-                dup = dup + (b,)
-            store_values(d_ptr, at, dgate, u < units, True, ASM)
-            store_values(d_ptr, at + half, dup, u < units, True, ASM)
-    if DOT > 0:
-        tl.store(dot_ptr + pair, tl.sum(dots))
 
 
 @triton.jit(do_not_specialize=["tokens", "units", "groups"])

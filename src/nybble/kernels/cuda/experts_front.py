@@ -15,6 +15,7 @@ from nybble.kernels import expert_columns as plain_columns
 from nybble.kernels import expert_rows as plain
 from nybble.kernels.cuda import launch_expert_columns as by_columns
 from nybble.kernels.cuda import launch_experts as launch
+from nybble.kernels.cuda import launch_swiglu as by_gates
 from nybble.kernels.cuda.jobs import row_decode_scales
 from nybble.kernels.cuda.launch_columns import too_many
 from nybble.kernels.cuda.launch_rows import Draw, Gated, pow2
@@ -88,8 +89,18 @@ def swiglu_backward(gate_up: Tensor, factor: Tensor | None, g: Tensor, *rest: An
     """See the specification."""
     ends, h = rest[3], rest[6]
     fits = launch.bf16_rows(gate_up, g) and g.shape[1] % 16 == 0 and ends.numel() > 0
-    fits = fits and (len(h) != 1 or launch.bf16_rows(h[0])) and (len(h) != 3 or _takes(rest[7], g.shape[1]))
-    return (launch if fits else plain).swiglu_backward(gate_up, factor, g, *rest)
+    fits = fits and _takes_h(h, rest[7], g.shape[1])
+    return (by_gates if fits else plain).swiglu_backward(gate_up, factor, g, *rest)
+
+
+def swiglu_backward_fp8(
+    gate_up: Tensor, factor: Tensor | None, g: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """See the specification."""
+    ends, h, width = rest[3], rest[6], g.shape[1]
+    fits = launch.bf16_rows(gate_up, g) and width % 16 == 0 and ends.numel() > 0
+    fits = fits and _takes_h(h, rest[7], width)
+    return (by_gates if fits else plain).swiglu_backward_fp8(gate_up, factor, g, *rest)
 
 
 def quantize_to_rows(
@@ -179,6 +190,7 @@ def fp8_columns(
     index: Tensor | None = None,
     factor: Tensor | None = None,
     tiles: Tensor | None = None,
+    amax: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See the specification."""
     R = x.shape[0] if index is None else index.shape[0]
@@ -186,7 +198,7 @@ def fp8_columns(
     if not fits or (factor is not None and x.dtype == torch.float16):  # which kernels read as FP32
         return plain_columns.fp8_columns(x, rounding, key, layer, operand, rows, offs, index, factor)
     draw = Draw.of(rounding, key, layer, operand, rows)
-    return by_columns.fp8_columns(x, draw, offs, index, factor, tiles)
+    return by_columns.fp8_columns(x, draw, offs, index, factor, tiles, amax)
 
 
 def fp8_columns_of_codes(
@@ -213,6 +225,11 @@ def fp8_columns_of_codes(
         )
     draw = Draw.of(rounding, key, layer, operand, rows)
     return by_columns.fp8_columns_of_codes(codes, scales, amax, format, index, draw, offs, tiles)
+
+
+def _takes_h(h: list[Tensor], format: str, width: int) -> bool:
+    """Whether kernels read what the down product took of h."""
+    return (len(h) != 1 or launch.bf16_rows(h[0])) and (len(h) != 3 or _takes(format, width))
 
 
 def _takes(format: str, width: int, rounding: str = "nearest") -> bool:

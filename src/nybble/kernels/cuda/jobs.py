@@ -118,7 +118,7 @@ def _columns(job: Job, x: Tensor) -> tuple[Tensor, ...]:
     fmt, (lead, height, width) = job.fmt, job.matrices
     source = by_columns.as_source(x.reshape(lead, height, width))
     amax = torch.empty(job.amax_shape, dtype=torch.float32, device=x.device)
-    mode = OUTER_NONE
+    amax_read, mode = None, OUTER_NONE
     if fmt.two_level:
         mode = {"tensor": ONE, "row": PER_FEATURE}.get(job.outer, PER_LEAD if job.offs is None else PER_GROUP)
         amax = _rounded(fmt, _column_amax(job, x))
@@ -128,8 +128,6 @@ def _columns(job: Job, x: Tensor) -> tuple[Tensor, ...]:
             ).contiguous()
         else:
             amax_read = amax
-    else:
-        amax_read = amax
     parts = by_columns.quantize_columns(
         source, fmt, width, mode, amax_read, job.offs, job.draw, dtype=job.dtype
     )

@@ -116,6 +116,7 @@ def quantize_columns(
     Args:
         columns: C of the logical tensor, by which draws are counted; the results have C' = C of the source.
         outer: the kernel's OUTER; `amax` is read.
+        amax: outer amaxes; of whole columns their bits (int32), found here where None.
         clear_tail: rows of no group are zero; else they may hold anything.
         tiles: the `block_table` of `offs`, where it is known.
     """
@@ -136,7 +137,7 @@ def quantize_columns(
         scales = torch.empty(shape, dtype=blocks.scale_dtype(fmt), device=device)
     else:
         values = torch.empty(lead, tokens, width, dtype=dtype, device=device)
-    if whole:
+    if whole and amax is None:
         amax = measure_columns(source, table, offs, warps)
     if values is not None and offs is not None and clear_tail:
         launch_decode.zero_tail(values, offs)

@@ -60,14 +60,16 @@ def fp8_columns(
     index: Tensor | None,
     factor: Tensor | None,
     tiles: Tensor | None,
+    amax: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """See `fused.fp8_columns`."""
     width = x.shape[1]
     source = launch_columns.as_source(x)
     rows = source.shape[1] if index is None else index.shape[0]
     source = replace(source, shape=(1, rows, source.shape[2]), index=index, factor=factor)
+    amax = None if amax is None else amax.view(torch.int32)
     codes, scales = launch_columns.quantize_columns(
-        source, table.get("fp8-row"), width, 0, None, offs, draw, tiles=tiles
+        source, table.get("fp8-row"), width, 0, amax, offs, draw, tiles=tiles
     )
     return codes[0, :width], scales[:, :width].contiguous()
 

@@ -28,7 +28,8 @@ def bf16_rows(*tensors: Tensor) -> bool:
     )
 
 
-def _pairs(t: Tensor) -> Tensor:
+def as_pairs(t: Tensor) -> Tensor:
+    """BF16 as the kernels get it."""
     return t.view(torch.int32)
 
 
@@ -95,10 +96,10 @@ def gather_rows(x: Tensor, index: Tensor, factor: Tensor | None) -> Tensor:
     out = x.new_empty(index.shape[0], x.shape[1])
     rows, n = _tile(x.shape[1] // 8)
     gather_kernel.gather_rows[(cdiv(out.shape[0], rows), cdiv(x.shape[1] // 8, n))](
-        _pairs(x),
+        as_pairs(x),
         index,
         factor,
-        _pairs(out),
+        as_pairs(out),
         out.shape[0],
         x.shape[1] // 8,
         HAS_FACTOR=factor is not None,
@@ -116,11 +117,11 @@ def combine_rows(x: Tensor, factor: Tensor | None, place: Tensor, ends: Tensor, 
     y = x.new_empty(place.shape[0] // k, x.shape[1])
     rows, n = _tile(x.shape[1] // 8)
     kernel.combine_rows[(cdiv(y.shape[0], rows), cdiv(x.shape[1] // 8, n))](
-        _pairs(x),
+        as_pairs(x),
         factor,
         place,
         ends,
-        _pairs(y),
+        as_pairs(y),
         y.shape[0],
         x.shape[1] // 8,
         ends.shape[0],
@@ -143,8 +144,8 @@ def swiglu_rows(
     h = gate_up.new_empty(R, width)
     rows, n = _tile(width // 8)
     kernel.swiglu_rows[(cdiv(R, rows), cdiv(width // 8, n))](
-        _pairs(gate_up),
-        _pairs(h),
+        as_pairs(gate_up),
+        as_pairs(h),
         factor,
         ends,
         R,
@@ -188,57 +189,3 @@ def decode_to_rows(codes: Tensor, scales: Tensor, format: str, index: Tensor) ->
     out = torch.empty(index.shape[0], length, dtype=torch.bfloat16, device=codes.device)
     launch_decode.decode_rows(codes.view(torch.int32), scales, None, out, index, fmt)
     return out
-
-
-def swiglu_backward(
-    gate_up: Tensor,
-    factor: Tensor | None,
-    g: Tensor,
-    g_factor: Tensor | None,
-    weights: Tensor,
-    order: Tensor,
-    ends: Tensor,
-    gate_cap: float,
-    up_cap: float,
-    h: list[Tensor],
-    format: str,
-    need_gate_up: bool,
-) -> tuple[Tensor, Tensor]:
-    """See `fused.swiglu_backward`."""
-    R, width = g.shape
-    d = gate_up.new_empty(R if need_gate_up else 0, 2 * width)
-    dots = torch.empty(R, dtype=torch.float32, device=g.device) if h else torch.zeros(R, device=g.device)
-    coded = len(h) == 3
-    units = width // 8
-    n = max(64, min(512, pow2(units)))
-    kernel.swiglu_backward_rows[(R,)](
-        _pairs(gate_up),
-        factor,
-        _pairs(g),
-        g_factor,
-        weights,
-        order,
-        _pairs(h[0]) if h else None,
-        h[1] if coded else None,
-        h[2] if coded else None,
-        _pairs(d),
-        dots,
-        ends,
-        units,
-        ends.shape[0],
-        cdiv(width, 16),
-        OUTER_MAX=(table.get(format).outer_max or 0.0) if coded else 0.0,
-        AMAX_ROWS=int(coded and h[2].numel() > 1),
-        GATE_CAP=gate_cap,
-        UP_CAP=up_cap,
-        HAS_FACTOR=factor is not None,
-        HAS_G_FACTOR=g_factor is not None,
-        DOT=(1 + int(coded)) if h else 0,
-        D=need_gate_up,
-        LOOPS=cdiv(units, n),
-        N=n,
-        ASM=use_asm(g.device),
-        num_warps=min(8, n // 32),
-        enable_fp_fusion=False,
-    )
-    return d, dots

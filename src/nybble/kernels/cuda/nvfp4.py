@@ -45,8 +45,13 @@ def load_e4m3(scales_ptr, offset, mask, ASM: tl.constexpr):
 
 @triton.jit
 def load_factor(scales_ptr, offset, mask, ASM: tl.constexpr):
-    """Block scales as `nvfp4_values` takes them: FP16 pairs, 64 times as large, or FP32."""
-    byte = tl.load(scales_ptr + offset, mask=mask, other=0).to(tl.uint32)
+    """Block scales as `nvfp4_values` takes them."""
+    return nvfp4_factor(tl.load(scales_ptr + offset, mask=mask, other=0).to(tl.uint32), ASM)
+
+
+@triton.jit
+def nvfp4_factor(byte, ASM: tl.constexpr):
+    """The same of their bytes (uint32): FP16 pairs, 64 times as large, or FP32."""
     if ASM:
         return tl.inline_asm_elementwise(
             """{

@@ -1,0 +1,137 @@
+"""Launches of `swiglu_gradients.py`, for `kernels/fused.py`."""
+
+import torch
+from torch import Tensor
+
+from nybble.formats import table
+from nybble.kernels.cuda import front, launch_columns
+from nybble.kernels.cuda import swiglu_gradients as kernel
+from nybble.kernels.cuda.jit import cdiv, use_asm
+from nybble.kernels.cuda.launch_experts import as_pairs
+from nybble.kernels.cuda.launch_rows import pow2
+
+WHOLE_ROW = 512
+"""Units of eight elements that a program holds of a row."""
+ROWS = 16
+"""Rows that a program goes through."""
+
+
+def swiglu_backward(
+    gate_up: Tensor,
+    factor: Tensor | None,
+    g: Tensor,
+    g_factor: Tensor | None,
+    weights: Tensor,
+    order: Tensor,
+    ends: Tensor,
+    gate_cap: float,
+    up_cap: float,
+    h: list[Tensor],
+    format: str,
+    need_gate_up: bool,
+) -> tuple[Tensor, Tensor]:
+    """See `fused.swiglu_backward`."""
+    R, width = g.shape
+    d = gate_up.new_empty(R if need_gate_up else 0, 2 * width)
+    dots = torch.empty(R, dtype=torch.float32, device=g.device) if h else torch.zeros(R, device=g.device)
+    coded = len(h) == 3
+    units = width // 8
+    n = max(64, min(512, pow2(units)))
+    kernel.swiglu_backward_rows[(R,)](
+        as_pairs(gate_up),
+        factor,
+        as_pairs(g),
+        g_factor,
+        weights,
+        order,
+        as_pairs(h[0]) if h else None,
+        h[1] if coded else None,
+        h[2] if coded else None,
+        as_pairs(d),
+        dots,
+        ends,
+        units,
+        ends.shape[0],
+        cdiv(width, 16),
+        OUTER_MAX=(table.get(format).outer_max or 0.0) if coded else 0.0,
+        AMAX_ROWS=int(coded and h[2].numel() > 1),
+        GATE_CAP=gate_cap,
+        UP_CAP=up_cap,
+        HAS_FACTOR=factor is not None,
+        HAS_G_FACTOR=g_factor is not None,
+        DOT=(1 + int(coded)) if h else 0,
+        D=need_gate_up,
+        LOOPS=cdiv(units, n),
+        N=n,
+        ASM=use_asm(g.device),
+        num_warps=min(8, n // 32),
+        enable_fp_fusion=False,
+    )
+    return d, dots
+
+
+def swiglu_backward_fp8(
+    gate_up: Tensor,
+    factor: Tensor | None,
+    g: Tensor,
+    g_factor: Tensor | None,
+    weights: Tensor,
+    order: Tensor,
+    ends: Tensor,
+    gate_cap: float,
+    up_cap: float,
+    h: list[Tensor],
+    format: str,
+    tiles: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """See `fused.swiglu_backward_fp8`; rows of no expert hold anything."""
+    (R, width), device = g.shape, g.device
+    units = width // 8
+    if units > WHOLE_ROW:
+        d, dots = swiglu_backward(
+            gate_up, factor, g, g_factor, weights, order, ends, gate_cap, up_cap, h, format, True
+        )
+        codes, scales, _ = front.quantize(d, "fp8-row", -1)
+        source = launch_columns.as_source(d)
+        amax = launch_columns.measure_columns(source, tiles, ends, launch_columns.WARPS)
+        return d, codes, scales.squeeze(-1), amax.view(torch.float32), dots
+    count = R // launch_columns.TILE + ends.shape[0]
+    d = torch.empty_like(gate_up)
+    codes = torch.empty(R, 2 * width, dtype=torch.uint8, device=device)
+    scales = torch.empty(R, dtype=torch.float32, device=device)
+    dots = torch.zeros(R, dtype=torch.float32, device=device)
+    amax = torch.zeros(ends.shape[0], 2 * width, dtype=torch.int32, device=device)
+    coded = len(h) == 3
+    n = max(32, pow2(units))
+    kernel.swiglu_backward_fp8[(count * (launch_columns.TILE // ROWS),)](
+        as_pairs(gate_up),
+        factor,
+        as_pairs(g),
+        g_factor,
+        weights,
+        order,
+        as_pairs(h[0]) if h else None,
+        h[1] if coded else None,
+        h[2] if coded else None,
+        as_pairs(d),
+        codes.view(torch.int32),
+        scales,
+        amax,
+        dots,
+        *tiles,
+        units,
+        cdiv(width, 16),
+        OUTER_MAX=(table.get(format).outer_max or 1.0) if coded else 1.0,
+        AMAX_ROWS=int(coded and h[2].numel() > 1),
+        GATE_CAP=gate_cap,
+        UP_CAP=up_cap,
+        HAS_FACTOR=factor is not None,
+        HAS_G_FACTOR=g_factor is not None,
+        DOT=(1 + int(coded)) if h else 0,
+        ROWS=ROWS,
+        N=n,
+        ASM=use_asm(device),
+        num_warps=max(1, min(8, n // 32)),
+        enable_fp_fusion=False,
+    )
+    return d, codes, scales, amax.view(torch.float32), dots
