@@ -1,4 +1,5 @@
-"""The passes of `expert_rows.py` and `expert_columns.py` as custom ops in the namespace `nybble`.
+"""The passes of `expert_order.py`, `expert_rows.py` and `expert_columns.py` as custom ops in the namespace
+`nybble`.
 
 Kernels of GPUs serve them too.
 """
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from nybble.formats import ops, table
-from nybble.kernels import expert_columns, expert_rows
+from nybble.kernels import expert_columns, expert_order, expert_rows
 from nybble.kernels.direct import Op, unseen
 
 
@@ -28,6 +29,8 @@ def _op(name: str, module: ModuleType) -> Op:
     return Op(torch.library.custom_op(f"nybble::{name}", getattr(module, name), mutates_args=()))
 
 
+sort_pairs = _op("sort_pairs", expert_order)
+count_pairs = _op("count_pairs", expert_order)
 row_facts = _op("row_facts", expert_rows)
 row_factors = _op("row_factors", expert_rows)
 outer_scales = _op("outer_scales", expert_rows)
@@ -44,6 +47,16 @@ requantize_rows = _op("requantize_rows", expert_columns)
 gradient_both = _op("gradient_both", expert_columns)
 fp8_columns = _op("fp8_columns", expert_columns)
 fp8_columns_of_codes = _op("fp8_columns_of_codes", expert_columns)
+
+
+@sort_pairs.register_fake
+def _(experts, count):  # type: ignore[no-untyped-def]
+    return experts.new_empty(experts.numel(), dtype=torch.int32), experts.new_empty(count, dtype=torch.int32)
+
+
+@count_pairs.register_fake
+def _(experts, count):  # type: ignore[no-untyped-def]
+    return experts.new_empty(count)
 
 
 @row_facts.register_fake

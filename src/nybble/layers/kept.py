@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from nybble.kernels import fused
 from nybble.layers.operand import Codes, Draw, Values, cast, decode, encode, recast, take_rows
 from nybble.recipes import GemmTable
 
@@ -74,9 +75,7 @@ def wgrad_operand(
 
 
 def take(saved: Saved, gemms: GemmTable, index: Tensor) -> Saved:
-    """Rows of what was saved."""
-    return (
-        list(take_rows(Codes(*saved), gemms.fprop.x, index))
-        if from_codes(gemms)
-        else [saved[0].index_select(0, index)]
-    )
+    """Rows of what was saved, at int32 `index`."""
+    if from_codes(gemms):
+        return list(take_rows(Codes(*saved), gemms.fprop.x, index))
+    return [fused.gather_rows(saved[0], index, None)]

@@ -8,8 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-MANY = 255
-"""Experts whose indices, and one beyond, fit a byte."""
+from nybble.kernels import fused
 
 
 class Route(NamedTuple):
@@ -50,15 +49,8 @@ class Route(NamedTuple):
 
 def route(experts: Tensor, count: int) -> Route:
     """Sort the pairs of `experts` [T, k], indices into `count` experts, stably; larger indices go last."""
-    flat = experts.reshape(-1)
-    if flat.device.type == "cuda" and count <= MANY:
-        # A GPU sorts bit by bit: eight of them instead of 64.
-        flat = flat.clamp(max=count).to(torch.uint8)
-    ordered, order = torch.sort(flat, stable=True)
-    ordered = ordered.to(torch.int32)
-    each = torch.arange(count, device=ordered.device, dtype=ordered.dtype)
-    ends = torch.searchsorted(ordered, each, right=True)
-    return Route(order.to(torch.int32), ends.to(torch.int32), experts.shape[-1])
+    order, ends = fused.sort_pairs(experts, count)
+    return Route(order, ends, experts.shape[-1])
 
 
 def combine(rows: Tensor, factor: Tensor | None, place: Tensor, k: int, dtype: torch.dtype) -> Tensor:

@@ -14,8 +14,8 @@ class StepState:
     """Seed, step and micro-batch as int64 tensors, so that compiled and captured graphs follow when they
     change; and which part of the batch this process has.
 
-    The tensors are updated in place; a layer clones the key at its forward pass, and its backward pass draws
-    from that clone. Draws of weights always use micro-batch 0: their codes serve all micro-batches of a step.
+    The tensors are updated in place; a layer that draws keeps them for its backward pass as `kept_key` says.
+    Draws of weights always use micro-batch 0: their codes serve all micro-batches of a step.
     """
 
     def __init__(self, seed: int = 0) -> None:
@@ -75,6 +75,19 @@ class StepState:
         memo[id(self)] = copy
         copy.step, copy.micro, copy.managed, copy.part = self.step, self.micro, self.managed, self.part
         return copy
+
+
+def kept_key(key: Tensor, draws: bool) -> Tensor:
+    """What a backward pass draws by, of a layer that `draws` at all: a copy, since the next `set_step` may
+    come before it.
+
+    In a CUDA graph, which has both passes of a micro-batch, it is the key itself: copies of it would be as
+    many kernels as a layer's products. A layer without draws gets an empty tensor, which nothing can draw by.
+    """
+    if not draws:
+        return key.new_empty(0)
+    capturing = key.is_cuda and not torch.compiler.is_compiling() and torch.cuda.is_current_stream_capturing()
+    return key if capturing else key.clone()
 
 
 def set_step(model: nn.Module, step: int, micro: int = 0, seed: int | None = None) -> None:

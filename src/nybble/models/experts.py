@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nybble.kernels import fused
 from nybble.kernels.cpu import rows as passes
 from nybble.kernels.direct import by_hand
 from nybble.layers.experts_by_hand import ExpertsByHand, Pass
@@ -32,8 +33,7 @@ def sort_by_expert(experts: Tensor, E: int) -> tuple[Tensor, Tensor, Tensor]:
 
 def count_rows(experts: Tensor, E: int) -> Tensor:
     """How many rows of `experts` [T, k] each of E experts got: [E] int64, without waiting for a GPU."""
-    rows = experts.reshape(-1)
-    return torch.zeros(E, dtype=torch.int64, device=rows.device).index_add(0, rows, torch.ones_like(rows))
+    return fused.count_pairs(experts, E)
 
 
 class _GatherRows(torch.autograd.Function):

@@ -49,7 +49,12 @@ def calls(
     nearest = ("nearest", None, 0, 0, None)
     tiles, _ = expert_columns.token_tiles(ends, R)
     amax_t, amax_e = torch.rand(T, generator=gen), torch.rand(E, generator=gen)
+    experts = torch.randint(E + 2, (T, k), generator=gen)
     return [
+        ("sort_pairs", (experts, E)),
+        ("sort_pairs", (experts.repeat(90, 1), E)),
+        ("sort_pairs", (torch.full((T, k), E + 5), E)),
+        ("count_pairs", (experts.repeat(90, 1), E)),
         ("row_facts", (order, k, torch.arange(T) * 3 + 1, True)),
         ("row_facts", (order, k, None, True)),
         ("row_facts", (order, k, None, False)),

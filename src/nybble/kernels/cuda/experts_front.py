@@ -1,5 +1,5 @@
-"""The passes of `kernels/expert_rows.py` and `expert_columns.py` on CUDA tensors: brought to their kernel, or
-to the specification.
+"""The passes of `kernels/expert_order.py`, `expert_rows.py` and `expert_columns.py` on CUDA tensors: brought
+to their kernel, or to the specification.
 
 The layer calls them with what the kernels take; anything else is rare (no tokens, odd widths, moved storage)
 and runs in plain torch on the GPU.
@@ -12,15 +12,27 @@ from torch import Tensor
 
 from nybble.formats import table
 from nybble.kernels import expert_columns as plain_columns
+from nybble.kernels import expert_order as plain_order
 from nybble.kernels import expert_rows as plain
 from nybble.kernels.cuda import launch_expert_columns as by_columns
 from nybble.kernels.cuda import launch_experts as launch
+from nybble.kernels.cuda import launch_order as by_order
 from nybble.kernels.cuda import launch_swiglu as by_gates
 from nybble.kernels.cuda.jobs import row_decode_scales
 from nybble.kernels.cuda.launch_columns import too_many
 from nybble.kernels.cuda.launch_rows import Draw, Gated, pow2
 
 BLOCK_TOKENS = 32
+
+
+def sort_pairs(experts: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """See the specification."""
+    return (by_order if by_order.fits(experts, count) else plain_order).sort_pairs(experts, count)
+
+
+def count_pairs(experts: Tensor, count: int) -> Tensor:
+    """See the specification."""
+    return (by_order if by_order.fits(experts, count) else plain_order).count_pairs(experts, count)
 
 
 def row_facts(order: Tensor, k: int, rows: Tensor | None, pairs: bool) -> tuple[Tensor, Tensor, Tensor]:
