@@ -5,9 +5,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+
+from nybble.models import cuda
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
 CHECKS = [
@@ -32,6 +35,16 @@ def test_interpreted_passes_equal_the_formulas():
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
+
+
+def test_plain_torch_can_be_chosen_after_the_import(monkeypatch):
+    x = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 0))
+    monkeypatch.setattr(cuda, "_why_not", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.delenv("NYBBLE_PLAIN_PASSES", raising=False)
+    assert cuda.on_gpu(x)
+    monkeypatch.setenv("NYBBLE_PLAIN_PASSES", "1")
+    assert not cuda.on_gpu(x)
 
 
 @pytest.mark.gpu

@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 
 _log = logging.getLogger(__name__)
-PLAIN = os.environ.get("NYBBLE_PLAIN_PASSES") == "1"
 
 
 def on_gpu(x: Tensor) -> bool:
     """Whether these passes serve `x`: eager tensors on the current GPU, if that can run them."""
-    if not x.is_cuda or PLAIN or torch.compiler.is_compiling() or _why_not(x.device) is not None:
+    if not x.is_cuda or os.environ.get("NYBBLE_PLAIN_PASSES") == "1":
+        return False
+    if torch.compiler.is_compiling() or _why_not(x.device) is not None:
         return False
     return x.device.index == torch.cuda.current_device()  # where Triton launches
 
