@@ -62,12 +62,13 @@ class ExpertsByHand(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         x, weights, first, down, order, place, ends, h = ctx.saved_tensors
+        need_x, _, need_first, need_down = ctx.needs_input_grad[:4]
         k, operand = weights.shape[1], rounded if ctx.rounds else _as_it_is
         w = weights.reshape(-1)[order]
         a, b, dtoken = operand(first), operand(down), operand(dout)
-        dfirst, ddown = fresh(*first.shape), fresh(*down.shape)
         R, H = len(order), x.shape[1]
-        rows = passes.gather(x, order, k, fresh(R, H))
+        dx = dfirst = ddown = None
+        rows = passes.gather(x, order, k, fresh(R, H)) if need_first or h is None else x
         dy = passes.gather(dtoken, order, k, fresh(R, H))
         if h is None:
             h = grouped_rows(rows, a, ends, True, fresh(R, first.shape[1]))
@@ -79,14 +80,17 @@ class ExpertsByHand(torch.autograd.Function):
             dh, made, _ = ctx.act.backward(h, dact * column, ones)
             made = rounded(made)
             dw = torch.linalg.vecdot(dact, made)
-            dy = rounded(passes.gather(dout, order, k, fresh(R, H)).mul_(column))
+            if need_down:
+                dy = rounded(passes.gather(dout, order, k, fresh(R, H)).mul_(column))
         else:
             dh, made, dw = ctx.act.backward(h, dact, w)
         dh = operand(dh)
-        grouped_columns(dy, made, ends, False, ddown)
-        grouped_columns(dh, rows, ends, False, dfirst)
-        drows = grouped_rows(dh, a, ends, False, fresh(R, H))
-        dx = passes.combine(drows, place, None, k)
+        if need_down:
+            ddown = grouped_columns(dy, made, ends, False, fresh(*down.shape))
+        if need_first:
+            dfirst = grouped_columns(dh, rows, ends, False, fresh(*first.shape))
+        if need_x:
+            dx = passes.combine(grouped_rows(dh, a, ends, False, fresh(R, H)), place, None, k)
         return dx, dw[place].view_as(weights), dfirst, ddown, None, None, None, None, None, None
 
 

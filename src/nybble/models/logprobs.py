@@ -40,8 +40,9 @@ class _TokenLogProbs(torch.autograd.Function):
     def backward(ctx: Any, dlogprobs: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         hidden, head, targets = ctx.saved_tensors
         weight = head.to(hidden.dtype)
-        dhidden = torch.empty_like(hidden)
-        dhead = torch.zeros_like(head, dtype=torch.float32)
+        need_hidden, need_head = ctx.needs_input_grad[:2]
+        dhidden = torch.empty_like(hidden) if need_hidden else None
+        dhead = torch.zeros_like(head, dtype=torch.float32) if need_head else None
         for part in _chunks(hidden, head):
             x = hidden[part]
             logits = capped_logits(x, head, ctx.cap)
@@ -52,9 +53,11 @@ class _TokenLogProbs(torch.autograd.Function):
                 # through cap * tanh(z / cap): times 1 - tanh^2
                 d.mul_(1.0 - (logits / ctx.cap).square_())
             d = d.to(hidden.dtype)
-            torch.mm(d, weight, out=dhidden[part])
-            dhead += (d.T @ x).float()
-        return dhidden, dhead.to(head.dtype), None, None, None
+            if dhidden is not None:
+                torch.mm(d, weight, out=dhidden[part])
+            if dhead is not None:
+                dhead += (d.T @ x).float()
+        return dhidden, None if dhead is None else dhead.to(head.dtype), None, None, None
 
 
 def _chunks(hidden: Tensor, head: Tensor) -> list[slice]:

@@ -30,9 +30,12 @@ class _Logits(torch.autograd.Function):
         return F.linear(hidden.float(), weight.float())
 
     @staticmethod
-    def backward(ctx: Any, d: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, d: Tensor) -> tuple[Tensor | None, Tensor | None]:
         hidden, weight = ctx.saved_tensors
-        dhidden = (d @ weight.float()).to(hidden.dtype)
+        need_hidden, need_weight = ctx.needs_input_grad
+        dhidden = (d @ weight.float()).to(hidden.dtype) if need_hidden else None
+        if not need_weight:
+            return dhidden, None
         x, parts = hidden.float(), PARTS if d.is_cuda and d.shape[0] % PARTS == 0 else 1
         if parts == 1:
             return dhidden, (d.T @ x).to(weight.dtype)
@@ -67,8 +70,10 @@ class _Routed(torch.autograd.Function):
             else fused.backward(dweights, scores, experts, ctx.gain)
         )
         d = d if dlogits is None else d + dlogits
-        dhidden, dweight = fresh(*hidden.shape), fresh(*weight.shape)
-        return tiles(d, weight, dhidden), tiles(d.T, hidden, dweight), None, None, None
+        need_hidden, need_weight = ctx.needs_input_grad[:2]
+        dhidden = tiles(d, weight, fresh(*hidden.shape)) if need_hidden else None
+        dweight = tiles(d.T, hidden, fresh(*weight.shape)) if need_weight else None
+        return dhidden, dweight, None, None, None
 
 
 class Router(nn.Module):

@@ -5,7 +5,7 @@ for the backward pass: the inputs, what the projections gave, the attended value
 gates, and one number a query and head.
 """
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from nybble.models.cpu import attention as fused
 from nybble.models.cpu import heads
 from nybble.models.cpu.heads import Heads, Numbers, Tokens, Weights, arrays
 
+T = TypeVar("T")
 SMALL = len(Weights._fields)
 
 
@@ -56,10 +57,11 @@ class WholeAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        plan, count = ctx.plan, len(ctx.needs_input_grad) - 1
+        plan, needs = ctx.plan, ctx.needs_input_grad[1:]
         saved = ctx.saved_tensors
-        inputs, small, projections, output = _split(plan, saved[:count])
-        *made, out, lse, gated = saved[count:]
+        inputs, small, projections, output = _split(plan, saved[: len(needs)])
+        need_inputs, _, need_projections, need_output = _split(plan, needs)
+        *made, out, lse, gated = saved[len(needs) :]
         dy = plan.operand(dy)
         groups = _grouped(projections, plan.groups)
         wholes = [fresh(sum(len(w) for w in weights), len(dy)) for weights in groups]
@@ -68,12 +70,20 @@ class WholeAttention(torch.autograd.Function):
         ]
         dgated = matmul(plan.operand(output).T, dy.T, fresh(*gated.shape))
         dsmall = _backward(dgated, plan, made, small, out, lse, dmade)
-        dinputs, dprojections = [], []
-        for x, whole, weights in zip(inputs, wholes, groups, strict=True):
-            d = plan.operand(whole)
-            dinputs.append(matmul(d.T, plan.operand(torch.cat(weights)), fresh(*x.shape)))
-            dprojections += matmul(d, x, fresh(len(d), x.shape[1])).split([len(w) for w in weights])
-        return None, *dinputs, *dsmall, *dprojections, matmul(dy.T, gated.T, fresh(*output.shape))
+        dinputs: list[Tensor | None] = []
+        dprojections: list[Tensor | None] = []
+        needed = zip(need_inputs, _grouped(need_projections, plan.groups), strict=True)
+        for (need_x, need_weights), x, whole, weights in zip(needed, inputs, wholes, groups, strict=True):
+            d, dx = plan.operand(whole), None
+            if need_x:
+                dx = matmul(d.T, plan.operand(torch.cat(weights)), fresh(*x.shape))
+            dinputs.append(dx)
+            if any(need_weights):
+                dprojections += matmul(d, x, fresh(len(d), x.shape[1])).split([len(w) for w in weights])
+            else:
+                dprojections += [None] * len(weights)
+        doutput = matmul(dy.T, gated.T, fresh(*output.shape)) if need_output else None
+        return None, *dinputs, *dsmall, *dprojections, doutput
 
 
 class AttentionBetween(torch.autograd.Function):
@@ -113,16 +123,14 @@ def _backward(
     return dq, drel, dproj.T, *dtaps
 
 
-def _split(
-    plan: Plan, tensors: tuple[Tensor, ...]
-) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], tuple[Tensor, ...], Tensor]:
-    """Inputs, small tensors, weights of projections and of the output."""
+def _split(plan: Plan, all_: tuple[T, ...]) -> tuple[tuple[T, ...], tuple[T, ...], tuple[T, ...], T]:
+    """What belongs to inputs, small tensors, weights of projections and the weight of the output."""
     n = len(plan.groups)
-    return tensors[:n], tensors[n : n + SMALL], tensors[n + SMALL : -1], tensors[-1]
+    return all_[:n], all_[n : n + SMALL], all_[n + SMALL : -1], all_[-1]
 
 
-def _grouped(projections: tuple[Tensor, ...], groups: tuple[int, ...]) -> list[tuple[Tensor, ...]]:
-    """The weights that share an input, for each input."""
+def _grouped(projections: tuple[T, ...], groups: tuple[int, ...]) -> list[tuple[T, ...]]:
+    """What belongs to the weights that share an input, for each input."""
     parts, at = [], 0
     for count in groups:
         parts.append(projections[at : at + count])
