@@ -184,3 +184,16 @@ def test_matrices_of_a_part_have_the_operands_that_they_have_in_the_whole(recipe
         part = getattr(Weight(layer.spec, None, None, before=3), operand)(weight[3:], key, torch.float32)
         assert torch.equal(part.values, whole.values[3:])
         assert torch.equal(part.amax, whole.amax[3:] if len(whole.amax) else whole.amax)
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+def test_codes_that_are_handed_on_are_those_of_the_values(rounding):
+    net = nn.Sequential(nn.Linear(64, 32, bias=False))
+    convert(net, {"rule": [{**RULE, "fprop": {"x": "nvfp4", "w": {**MATRIX, "rounding": rounding}}}]})
+    weight, key = net[0].weight, torch.tensor([3, 1, 0, 0])
+    operand = Weight(spec=net[0].spec, cache=None, tag=None)
+    kept = {}
+    values = operand._compute_with_codes(weight, key, torch.bfloat16, kept)
+    want = operand._compute("fprop", weight, key, torch.bfloat16)
+    assert same(values, want)
+    assert same(kept["forward codes"], operand.forward_codes(weight, key))

@@ -1,4 +1,4 @@
-"""The passes of `expert_order.py`, `expert_rows.py` and `expert_columns.py` as custom ops in the namespace
+"""The passes of `expert_order.py`, `expert_rows.py`, `expert_columns.py` and `weight_codes.py` as custom ops of
 `nybble`.
 
 Kernels of GPUs serve them too.
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from nybble.formats import ops, table
-from nybble.kernels import expert_columns, expert_order, expert_rows
+from nybble.kernels import expert_columns, expert_order, expert_rows, weight_codes
 from nybble.kernels.direct import Op, unseen
 
 
@@ -47,6 +47,8 @@ requantize_rows = _op("requantize_rows", expert_columns)
 gradient_both = _op("gradient_both", expert_columns)
 fp8_columns = _op("fp8_columns", expert_columns)
 fp8_columns_of_codes = _op("fp8_columns_of_codes", expert_columns)
+
+codes_and_values = _op("codes_and_values", weight_codes)
 
 
 @sort_pairs.register_fake
@@ -149,6 +151,12 @@ def _(x, _rounding, _key, _layer, _operand, _rows, offs, index=None, *_):  # typ
 def _(codes, _scales, _amax, format, index, _rounding, _key, _layer, _operand, _rows, offs, *_):  # type: ignore[no-untyped-def]
     R = codes.shape[0] if index is None else index.shape[0]
     return _empty_columns(codes, R, _width(codes, format), offs)
+
+
+@codes_and_values.register_fake
+def _(weight, format, _rounding="nearest", outer="tensor", *_):  # type: ignore[no-untyped-def]
+    codes = ops.empty_quantized(weight, table.get(format), list(weight.shape), -1, outer, None)
+    return *codes, weight.new_empty(weight.shape, dtype=torch.bfloat16)
 
 
 def _width(codes: Tensor, format: str) -> int:

@@ -14,6 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from nybble import formats
 from nybble.formats import Operand as Role
 from nybble.formats.philox import part_key
+from nybble.kernels import fused
 from nybble.layers.operand import (
     FP8,
     NATIVE,
@@ -192,14 +193,29 @@ class Weight(NamedTuple):
         if original or not (gemms.fprop.w.quantised and gemms.dgrad.w.quantised):
             return self._compute(name, weight, key, dtype)
         if name == "fprop":
-            codes = self._codes(name, weight, key)
-            kept["forward codes"] = codes
-            return self._decode(name, codes, weight, dtype)
+            return self._compute_with_codes(weight, key, dtype, kept)
         handed = kept.pop("forward codes", None)
         if not isinstance(handed, Codes):
             return self._compute(name, weight, key, dtype)
         draw = self._draw(Role.DGRAD_W, weight, key)
         return recast(handed, gemms.fprop.w, -1, weight.shape, gemms.dgrad.w, -2, dtype, draw)
+
+    def _compute_with_codes(
+        self, weight: Tensor, key: Tensor, dtype: torch.dtype, kept: dict[str, Codes | Values]
+    ) -> Values:
+        """Values for fprop, whose codes are handed on to dgrad."""
+        spec = self.spec.gemms.fprop.w
+        if self.codes is not None or spec.hadamard or dtype != torch.bfloat16:
+            codes = self._codes("fprop", weight, key)
+            kept["forward codes"] = codes
+            return self._decode("fprop", codes, weight, dtype)
+        draw = self._draw(Role.FPROP_W, weight, key)
+        drawn = None if spec.rounding == "nearest" else draw.key
+        *codes, values = fused.codes_and_values(
+            weight.detach(), spec.format, spec.rounding, spec.outer, drawn, draw.layer, draw.operand
+        )
+        kept["forward codes"] = handed = Codes(*codes)
+        return Values(values, handed.amax)
 
     def _compute(self, name: str, weight: Tensor, key: Tensor, dtype: torch.dtype) -> Values:
         weight = weight.detach()

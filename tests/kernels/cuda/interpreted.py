@@ -12,7 +12,7 @@ from cuda_cases import KEY, Call, eden_cases, hostile, requantized, same, stocha
 
 from nybble import formats
 from nybble.formats import hadamard, reference, table
-from nybble.kernels import fused, messages
+from nybble.kernels import fused, messages, weight_codes
 from nybble.kernels.cuda import experts_front, front, launch_both, launch_hadamard, launch_messages
 
 ROWS = torch.tensor([5, 1000, 0, 77, 2, 3, 4])
@@ -95,6 +95,15 @@ def both_differ() -> list[int]:
     return [i for i, (g, w) in enumerate(zip(got, want, strict=True)) if not same(g, w)]
 
 
+def codes_and_values_differ() -> list[int]:
+    calls = [
+        (hostile(18, 40, torch.float32).view(2, 9, 40), "nvfp4", "nearest", "matrix", None),
+        (hostile(7, 33), "mxfp8", "nearest", "tensor", None),
+    ]
+    pairs = [(front.codes_and_values(*args), weight_codes.codes_and_values(*args)) for args in calls]
+    return [i for i, (got, want) in enumerate(pairs) if not all(map(same, got, want))]
+
+
 def messages_differ() -> dict[str, list[bool]]:
     """Messages packed by kernels against those that the CPU packs, and what comes out of them."""
     wrong = {}
@@ -146,7 +155,8 @@ if __name__ == "__main__":
         print(different)
         sys.exit(bool(different))
     wrong = {i: bad for i, c in enumerate(calls(group)) if (bad := c.wrong(front, "cpu"))}
-    if group == "codes" and both_differ():
-        wrong[-1] = both_differ()
+    if group == "codes":
+        wrong.update({-1: bad} if (bad := both_differ()) else {})
+        wrong.update({-2: bad} if (bad := codes_and_values_differ()) else {})
     print(wrong)
     sys.exit(bool(wrong))

@@ -49,6 +49,36 @@ def quantize(
     return codes, scales, amax
 
 
+def codes_and_values(
+    weight: Tensor,
+    format: str,
+    rounding: str = "nearest",
+    outer: str = "tensor",
+    key: Tensor | None = None,
+    layer: int = 0,
+    operand: int = 0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """See `fused.codes_and_values`."""
+    fmt = checks.check_quantize(weight, format, -1, rounding, outer, key, layer, operand, None, None)
+    reason = reasons.quantize(fmt, weight.shape, -1, outer, None, values=False)
+    if reason is not None or rounding == "eden" or fmt.square:
+        q = quantize(weight, format, -1, rounding, outer, key, layer, operand)
+        return *q, dequantize(*q, format, -1, weight.shape, torch.bfloat16, outer, False)
+    job = Job(
+        fmt=fmt,
+        shape=tuple(weight.shape),
+        axis=-1,
+        outer=outer,
+        rounding=rounding,
+        draw=Draw.of(rounding, key, layer, operand, None),
+        offs=None,
+        dtype=torch.bfloat16,
+        coded=True,
+    )
+    codes, scales, amax, values = run(job, weight.detach())
+    return codes, scales, amax, values
+
+
 def fake_quantize(
     x: Tensor,
     format: str,

@@ -35,6 +35,8 @@ class Job:
     offs: Tensor | None
     dtype: torch.dtype | None = None
     """Of the values; None for codes."""
+    coded: bool = False
+    """Codes and values, of rows."""
 
     @property
     def matrices(self) -> tuple[int, int, int]:
@@ -51,7 +53,7 @@ class Job:
 
 
 def run(job: Job, x: Tensor) -> tuple[Tensor, ...]:
-    """(codes, scales, amax), or (values, amax)."""
+    """(codes, scales, amax), or (values, amax), or (codes, scales, amax, values)."""
     if job.rounding == "eden":
         return _eden(job, x)
     if job.fmt.square:
@@ -83,18 +85,26 @@ def _rows(job: Job, x: Tensor) -> tuple[Tensor, ...]:
         if mode == OUTER_GIVEN:
             amax = _rounded(fmt, by_rows.measure(rows, job.amax_shape, group, job.offs))
     height, padded = rows.x.shape
+    values = codes = scales = None
+    packed = 2 if fmt.packed else 1
     if job.dtype is not None:
         values = torch.empty(height, padded, dtype=job.dtype, device=x.device)
-        by_rows.quantize_rows(rows, fmt, mode, amax, group, job.offs, job.draw, values=values)
-        return values[:, : rows.columns].contiguous().view(job.shape), amax
-    packed = 2 if fmt.packed else 1
-    codes = torch.empty(height, padded // packed, dtype=torch.uint8, device=x.device)
-    per_row = 1 if fmt.block_cols is None else cdiv(padded, fmt.block_cols)
-    scales = torch.empty(height, per_row, dtype=blocks.scale_dtype(fmt), device=x.device)
-    by_rows.quantize_rows(rows, fmt, mode, amax, group, job.offs, job.draw, codes=codes, scales=scales)
+    if job.dtype is None or job.coded:
+        codes = torch.empty(height, padded // packed, dtype=torch.uint8, device=x.device)
+        per_row = 1 if fmt.block_cols is None else cdiv(padded, fmt.block_cols)
+        scales = torch.empty(height, per_row, dtype=blocks.scale_dtype(fmt), device=x.device)
+    by_rows.quantize_rows(
+        rows, fmt, mode, amax, group, job.offs, job.draw, codes=codes, scales=scales, values=values
+    )
+    if values is not None:
+        values = values[:, : rows.columns].contiguous().view(job.shape)
+    if codes is None or scales is None:
+        assert values is not None
+        return values, amax
     stored = blocks.stored_shape(fmt, job.shape, -1, None)
     codes = codes[:, : cdiv(rows.columns, packed)].contiguous().view(blocks.code_shape(fmt, stored))
-    return codes, scales.view(blocks.scale_shape(fmt, stored)), amax
+    parts = (codes, scales.view(blocks.scale_shape(fmt, stored)), amax)
+    return parts if values is None else (*parts, values)
 
 
 def _rounded(fmt: Format, amax: Tensor) -> Tensor:
