@@ -1,5 +1,4 @@
-"""The passes of `expert_order.py`, `expert_rows.py`, `expert_columns.py` and `weight_codes.py` as custom ops of
-`nybble`.
+"""The passes of `expert_order.py`, `expert_rows.py`, `expert_columns.py` and `weight_codes.py` as custom ops.
 
 Kernels of GPUs serve them too.
 """
