@@ -1,30 +1,8 @@
 """The specification of every quantiser in plain torch: slow, exact, and the oracle of every kernel's tests.
 
-Per block, all in FP32, amax_b the largest magnitude, S_enc the outer scale (see `outer.py`), e4m3() nearest:
-
-NVFP4, bit for bit as TransformerEngine (arXiv 2509.25149)::
-
-    sf = e4m3(min(amax_b * (S_enc * (1/6)), FLT_MAX, 448));  code = e2m1(clamp(x * m, +-6))
-    m = min(1 / (float(sf) * (1 / S_enc)), FLT_MAX)
-
-Four Over Six (arXiv 2512.02010)::
-
-    base = (amax_b / 6) * S_enc;  s6 = e4m3(min(base, 448));  s4 = e4m3(min(base * 1.5, 448))
-
-Both are encoded as above. A candidate errs by the sum, element by element in logical row-major order, of the
-square of ((code * sf) * amax) / 1536 - x; s4 wins only if its error is strictly smaller. With stochastic
-rounding both candidates use the same draws and the rounded values decide.
-
-Power-of-two outer scales are described in `outer.py`, MS-EDEN (rounding "eden") in `eden.py`.
-
-MXFP8, MXFP4: scale byte as in `e8m0.py`; code = element(clamp(x * 2^(127 - byte), +-element_max)).
-FP8: S = min(448 / amax_b, FLT_MAX), 1 where amax_b is 0; code = e4m3(clamp(x * S, +-448)); stored scale
-1 / S.
-BF16: nearest even. FP32: as is.
-
-A block that holds a NaN or an infinity decodes to NaN throughout (scale byte 0x7F in E4M3, 255 in E8M0, NaN
-in FP32; codes 0 in E2M1, 0x7F in E4M3) and leaves other blocks alone. The sign of a zero survives.
-A value is (code * scale), which is exact in FP32, times S_dec, one FP32 multiplication.
+How blocks get their scales and codes is in `encode.py`, outer scales in `outer.py`, where blocks lie in
+`blocks.py` and `grouped.py`, draws in `philox.py`. A value is (code * scale), which is exact in FP32, times
+S_dec, one FP32 multiplication.
 
 Functions have the signatures of the ops in `ops.py` and take any device.
 """
@@ -36,8 +14,8 @@ from torch import Tensor
 
 from nybble.formats import blocks, checks, e2m1, e4m3, e8m0, eden, grouped, philox
 from nybble.formats import outer as outer_scale
-from nybble.formats.fp32 import FLT_MAX, divide
-from nybble.formats.table import E2M1_MAX, E4M3_MAX, Format
+from nybble.formats.encode import encode
+from nybble.formats.table import Format
 
 
 def quantize(
@@ -94,20 +72,10 @@ def quantize(
         assert key is not None
         r = philox.draws(key, x.shape, layer, operand, rows)
         draws = blocks.fold(_matrix(_store(r, axis, where)), fmt, axis)
+    per_block = None
     if fmt.two_level:
-        per_row = outer_scale.spread(amax, outer, x.shape, offs, where)
-        per_block = _per_block(per_row, fmt, x.dim(), axis)
-        if rounding == "eden":
-            assert draws is not None
-            codes, scales = eden.encode(fmt, folded, per_block, bad, draws[..., 0])
-        else:
-            codes, scales = _encode_nvfp4(fmt, folded, per_block, draws)
-    elif fmt.scale == "e8m0":
-        codes, scales = _encode_mx(fmt, folded, draws)
-    else:
-        codes, scales = _encode_fp8(fmt, folded, draws)
-    codes = torch.where(bad.unsqueeze(-1), _bad_code(fmt), codes)
-    scales = torch.where(bad, _bad_scale(fmt), scales)
+        per_block = _per_block(outer_scale.spread(amax, outer, x.shape, offs, where), fmt, x.dim(), axis)
+    codes, scales = encode(fmt, folded, per_block, bad, rounding, draws)
     codes = blocks.unfold(codes, fmt, axis, _matrix(stored).shape)
     if where is not None:
         codes = torch.where(where.holds, codes, 0)  # else a block with NaN has its code in the padding too
@@ -230,62 +198,6 @@ def measured(fmt: Format, x: Tensor, axis: int, rounding: str, outer: str, offs:
     if rounding == "eden":
         amax = eden.outer_amax(amax)
     return outer_scale.power_of_two(fmt, amax) if fmt.outer_pow2 else amax
-
-
-def _encode_nvfp4(fmt: Format, x: Tensor, amax: Tensor, draws: Tensor | None) -> tuple[Tensor, Tensor]:
-    """x [..., nr, nl, block]; amax, the outer one, broadcasts against [..., nr, nl]."""
-    s_enc = outer_scale.encode_scale(fmt, amax)
-    amax_b = x.abs().amax(-1)
-    if not fmt.four_over_six:
-        sf = e4m3.encode((amax_b * (s_enc * (1 / E2M1_MAX))).clamp(max=E4M3_MAX))
-        return _encode_e2m1(x, sf, s_enc, draws), sf
-    base = divide(amax_b, E2M1_MAX) * s_enc
-    s6, s4 = (e4m3.encode((base * ratio).clamp(max=E4M3_MAX)) for ratio in (1.0, 1.5))
-    c6, c4 = (_encode_e2m1(x, s, s_enc, draws) for s in (s6, s4))
-    four = _error(fmt, c4, s4, amax, x) < _error(fmt, c6, s6, amax, x)
-    return torch.where(four.unsqueeze(-1), c4, c6), torch.where(four, s4, s6)
-
-
-def _encode_e2m1(x: Tensor, sf: Tensor, s_enc: Tensor, draws: Tensor | None) -> Tensor:
-    m = divide(1.0, e4m3.decode(sf) * divide(1.0, s_enc)).clamp(max=FLT_MAX)
-    return e2m1.encode((x * m.unsqueeze(-1)).clamp(-E2M1_MAX, E2M1_MAX), draws)
-
-
-def _error(fmt: Format, codes: Tensor, sf: Tensor, amax: Tensor, x: Tensor) -> Tensor:
-    """Sum of squared errors of each block, one FP32 addition after the other: the order decides near ties."""
-    assert fmt.outer_max is not None
-    value = divide((e2m1.decode(codes) * e4m3.decode(sf).unsqueeze(-1)) * amax.unsqueeze(-1), fmt.outer_max)
-    squares = (value - x) * (value - x)
-    total = torch.zeros_like(squares[..., 0])
-    for square in squares.unbind(-1):
-        total = total + square
-    return total
-
-
-def _encode_mx(fmt: Format, x: Tensor, draws: Tensor | None) -> tuple[Tensor, Tensor]:
-    encode_scale = e8m0.encode_up if fmt.scale_rule == "up" else e8m0.encode_floor
-    scales = encode_scale(x.abs().amax(-1), fmt.element_max)
-    v = (x * e8m0.multiplier(scales).unsqueeze(-1)).clamp(-fmt.element_max, fmt.element_max)
-    return _element(fmt, v, draws), scales
-
-
-def _encode_fp8(fmt: Format, x: Tensor, draws: Tensor | None) -> tuple[Tensor, Tensor]:
-    amax_b = x.abs().amax(-1)
-    s = torch.where(amax_b == 0, 1.0, divide(fmt.element_max, amax_b).clamp(max=FLT_MAX))
-    v = (x * s.unsqueeze(-1)).clamp(-fmt.element_max, fmt.element_max)
-    return _element(fmt, v, draws), divide(1.0, s)
-
-
-def _element(fmt: Format, v: Tensor, draws: Tensor | None) -> Tensor:
-    return e2m1.encode(v, draws) if fmt.packed else e4m3.encode(v, draws)
-
-
-def _bad_code(fmt: Format) -> int:
-    return 0 if fmt.packed else e4m3.NAN_BYTE
-
-
-def _bad_scale(fmt: Format) -> float | int:
-    return {"e4m3": e4m3.NAN_BYTE, "e8m0": e8m0.NAN_BYTE}.get(fmt.scale or "", float("nan"))
 
 
 def _decode_scale(fmt: Format, scales: Tensor) -> Tensor:

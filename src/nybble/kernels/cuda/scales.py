@@ -1,4 +1,4 @@
-"""Block and outer scales in Triton, by the rules of `formats/reference.py`. Divisions are IEEE's."""
+"""Block and outer scales in Triton, by the rules of `formats/encode.py`. Divisions are IEEE's."""
 # mypy: ignore-errors
 # ruff: noqa: RET505 -- Triton wants an else after a return
 

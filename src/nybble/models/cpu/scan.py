@@ -17,6 +17,7 @@ from nybble.kernels.cpu.product import grouped_columns, grouped_rows
 from nybble.kernels.cpu.scratch import fresh
 from nybble.kernels.cpu.threads import split
 from nybble.models.cpu import scan_passes as passes
+from nybble.models.cpu import scan_states
 from nybble.models.cpu.jit import floats
 
 CHUNK = 64
@@ -118,7 +119,8 @@ def forward(
         split(passes.weigh, count * n * H, 8 * r.m.numel(), floats(r.cb), floats(r.cum), line, S, floats(r.m))
         product(r.m, r.u, r.near)
         product(r.b.mT, r.ue, r.states)
-        split(passes.pass_on, count * G, 4 * out.numel(), floats(r.states), floats(r.carry), n, floats(out))
+        given = floats(r.states), floats(r.carry), n, floats(out)
+        split(scan_states.pass_on, count * G, 4 * out.numel(), *given)
         product(r.c, out, r.far)
         arrays = [floats(t) for t in (r.near, r.far, r.enter, xbc[part], D, y[part])]
         split(passes.join, count * n, 4 * y[part].numel(), *arrays)
@@ -158,7 +160,7 @@ def backward(
         product(r.c.mT, r.far, r.states)
         arrays = [floats(t) for t in (before, r.states, r.carry)]
         made = floats(r.ds), floats(dlast[chunks])
-        split(passes.pass_on_backward, count * G, 4 * r.ds.numel(), *arrays, n, *made)
+        split(scan_states.pass_on_backward, count * G, 4 * r.ds.numel(), *arrays, n, *made)
         product(r.b, r.ds, r.due)
         product(r.dcb.mT, r.c, r.db)
         product(r.ue, r.ds.mT, r.db, add=True)
