@@ -11,12 +11,13 @@ from nybble.kernels.cuda import column_amax, launch_decode, sources
 from nybble.kernels.cuda import columns as column_kernel
 from nybble.kernels.cuda import groups as group_kernel
 from nybble.kernels.cuda.jit import cdiv, use_asm
-from nybble.kernels.cuda.launch_rows import GRID_LIMIT, SCALES, Draw, pow2
+from nybble.kernels.cuda.launch_rows import ENOUGH_PROGRAMS, GRID_LIMIT, SCALES, Draw, pow2
 
 WARPS = 4
 TILE = 32
 """Tokens of a tile of whole columns, and what their groups begin at a multiple of."""
 AMAX_LOOPS = 4
+"""Tiles that a warp goes through at most for the amax of columns."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,8 +207,10 @@ def measure_columns(source: Source, table: Tensor | None, offs: Tensor | None, w
     amax = torch.zeros(groups, width, dtype=torch.int32, device=source.device)
     count = cdiv(tokens, TILE) if offs is None else tokens // TILE + groups
     per_warp = 32 // (TILE // 8) * 8
+    programs = cdiv(width, per_warp) * cdiv(count, warps) * lead
+    loops = min(AMAX_LOOPS, pow2(programs // ENOUGH_PROGRAMS))
     if count and width:
-        column_amax.column_amax[(cdiv(width, per_warp), cdiv(count, warps * AMAX_LOOPS), lead)](
+        column_amax.column_amax[(cdiv(width, per_warp), cdiv(count, warps * loops), lead)](
             source.pointer,
             None if source.codes is None else source.codes.view(torch.int32),
             source.scales,
@@ -227,7 +230,7 @@ def measure_columns(source: Source, table: Tensor | None, offs: Tensor | None, w
             HAS_INDEX=source.index is not None,
             HAS_FACTOR=source.factor is not None,
             GROUPED=offs is not None,
-            LOOPS=AMAX_LOOPS,
+            LOOPS=loops,
             W=warps,
             ASM=use_asm(source.device),
             num_warps=warps,
