@@ -21,7 +21,7 @@ from nybble.checkpoints.safetensors_io import Folder
 from nybble.checkpoints.sidecar import Sidecar
 from nybble.checkpoints.source import find_units
 from nybble.checkpoints.store import latest
-from nybble.checkpoints.writer import whole_model
+from nybble.checkpoints.writer import shard_bytes, whole_model
 from nybble.errors import CheckpointError
 from nybble.recipes import Recipe, load_recipe
 
@@ -70,8 +70,7 @@ class ExportConfig:
 
     def __post_init__(self) -> None:
         dialect_of(self.format)
-        if not self.max_shard_gb > 0:
-            raise CheckpointError(f"max_shard_gb is {self.max_shard_gb}; it must be positive")
+        shard_bytes(self.max_shard_gb)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,7 +131,7 @@ def export(config: ExportConfig) -> ExportReport:
         formats=formats,
         dialect=dialect,
         rest=config.rest,
-        max_shard_bytes=int(config.max_shard_gb * 1e9),
+        max_shard_bytes=shard_bytes(config.max_shard_gb),
         sidecar=sidecar,
         progress="export" if config.progress else None,
     )

@@ -23,7 +23,7 @@ from nybble.checkpoints.header import NAMES, section
 from nybble.checkpoints.load_experts import Experts, Task, finite, keep
 from nybble.checkpoints.safetensors_io import Folder
 from nybble.checkpoints.source import Bank, find_units
-from nybble.checkpoints.writer import Spec, Writer, whole_model, write_json
+from nybble.checkpoints.writer import Spec, Writer, shard_bytes, whole_model, write_json
 from nybble.errors import CheckpointError
 from nybble.formats import e4m3
 
@@ -49,6 +49,9 @@ class ImportConfig:
     """Replace `out` if it exists."""
     progress: bool = True
     """Show a progress bar."""
+
+    def __post_init__(self) -> None:
+        shard_bytes(self.max_shard_gb)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +81,7 @@ def import_(config: ImportConfig) -> ImportReport:
     stored = dialect.find(folder) if dialect else []
     dtype = torch.float32 if config.dtype == "float32" else torch.bfloat16
     tasks, counts = _tasks(folder, stored, dtype)
-    limit = int(config.max_shard_gb * 1e9)
+    limit = shard_bytes(config.max_shard_gb)
     with whole_model(config.out, config.checkpoint, config.overwrite) as part:
         specs = [spec for task in tasks for spec in task.specs]
         kept = [spec for task in tasks for spec in task.kept] if config.keep_codes else []

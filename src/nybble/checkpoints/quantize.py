@@ -17,6 +17,7 @@ from nybble.checkpoints.engine import Job
 from nybble.checkpoints.export import ExportReport, dialect_of, model_folder, open_dense, write_folder
 from nybble.checkpoints.packed import Packed
 from nybble.checkpoints.source import find_units
+from nybble.checkpoints.writer import shard_bytes
 from nybble.errors import CheckpointError
 
 
@@ -48,6 +49,9 @@ class QuantizeConfig:
     """Replace `out` if it exists."""
     progress: bool = True
     """Show a progress bar."""
+
+    def __post_init__(self) -> None:
+        shard_bytes(self.max_shard_gb)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +109,7 @@ def quantize_model(config: QuantizeConfig) -> QuantizeReport:
         formats=formats,
         dialect=dialect,
         rest="bf16",
-        max_shard_bytes=int(config.max_shard_gb * 1e9),
+        max_shard_bytes=shard_bytes(config.max_shard_gb),
         fuse=True,
         progress="quantize" if config.progress else None,
         observe=observe,

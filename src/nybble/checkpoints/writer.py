@@ -8,6 +8,7 @@ appears under its name only when it is whole.
 from __future__ import annotations
 
 import json
+import math
 import os
 import threading
 from collections.abc import Iterable, Iterator
@@ -38,6 +39,13 @@ class Spec:
     @property
     def nbytes(self) -> int:
         return DTYPES[self.dtype].itemsize * prod(self.shape)
+
+
+def shard_bytes(gb: float) -> int:
+    """`gb` 10^9 bytes, the size of the largest file; CheckpointError unless it can hold something."""
+    if not 0 < gb < math.inf:
+        raise CheckpointError(f"max_shard_gb is {gb}; it must be above 0, and finite")
+    return int(gb * 1e9)
 
 
 @contextmanager

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import tyro
+from nybble.commands.flags import parse_flags
 
 
 def main(arguments: list[str]) -> int:
     """Runs the verb; returns its exit status."""
     from nybble.checkpoints.export import ExportConfig, export
 
-    print(export(tyro.cli(ExportConfig, args=arguments, prog="nybble export")).text())
+    print(export(parse_flags(ExportConfig, arguments, "export")).text())
     return 0

@@ -13,6 +13,7 @@ import tyro
 from nybble.errors import ConfigError, NybbleError
 
 T = TypeVar("T")
+FOLDERS = ("--out", "--data", "--against", "--export-to")
 
 
 def parse_flags(cls: type[T], arguments: list[str], verb: str, default: T | None = None) -> T:
@@ -20,13 +21,7 @@ def parse_flags(cls: type[T], arguments: list[str], verb: str, default: T | None
 
     Raises the NybbleError of the dataclass's own checks; for other bad words prints why and exits with 2.
     """
-    for field in dataclasses.fields(cls):  # type: ignore[arg-type]
-        flag = "--" + field.name.replace("_", "-")
-        times = sum(word.partition("=")[0].replace("_", "-") == flag for word in arguments)
-        if str(field.type).startswith("tuple") and times > 1:  # tyro would take the last alone
-            raise ConfigError(
-                f"{flag} is there {times} times; give it once, with all of its values behind it"
-            )
+    _check_words(cls, arguments)
     printed = io.StringIO()
     try:
         with contextlib.redirect_stderr(printed):
@@ -53,3 +48,17 @@ def parse_flags(cls: type[T], arguments: list[str], verb: str, default: T | None
                 raise
         sys.stderr.write(printed.getvalue())
         raise
+
+
+def _check_words(cls: type[Any], arguments: list[str]) -> None:
+    """Raise ConfigError for words that tyro would take for others than were meant."""
+    flags = [word.partition("=")[0].replace("_", "-") for word in arguments]
+    for field in dataclasses.fields(cls):
+        flag = "--" + field.name.replace("_", "-")
+        if str(field.type).startswith("tuple") and flags.count(flag) > 1:  # the last alone would count
+            raise ConfigError(
+                f"{flag} is there {flags.count(flag)} times; give it once, with all of its values behind it"
+            )
+    for flag in FOLDERS:
+        if [flag, ""] in (arguments[i : i + 2] for i in range(len(arguments))) or f"{flag}=" in arguments:
+            raise ConfigError(f"{flag} is empty, which would be this folder; is a variable not set?")

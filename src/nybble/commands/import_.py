@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import tyro
+from nybble.commands.flags import parse_flags
 
 
 def main(arguments: list[str]) -> int:
     """Runs the verb; returns its exit status."""
     from nybble.checkpoints.load import ImportConfig, import_
 
-    print(import_(tyro.cli(ImportConfig, args=arguments, prog="nybble import")).text())
+    print(import_(parse_flags(ImportConfig, arguments, "import")).text())
     return 0

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import tyro
+from nybble.commands.flags import parse_flags
 
 
 def main(arguments: list[str]) -> int:
     """Runs the verb; returns its exit status."""
     from nybble.checkpoints.quantize import QuantizeConfig, quantize_model
 
-    print(quantize_model(tyro.cli(QuantizeConfig, args=arguments, prog="nybble quantize")).text())
+    print(quantize_model(parse_flags(QuantizeConfig, arguments, "quantize")).text())
     return 0

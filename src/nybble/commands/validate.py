@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import tyro
+from nybble.commands.flags import parse_flags
 
 
 def main(arguments: list[str]) -> int:
     """Runs the verb; returns its exit status."""
     from nybble.checkpoints.validate import ValidateConfig, validate
 
-    report = validate(tyro.cli(ValidateConfig, args=arguments, prog="nybble validate"))
+    report = validate(parse_flags(ValidateConfig, arguments, "validate"))
     print(report.text())
     return report.status

@@ -8,6 +8,7 @@ no section name.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
@@ -15,6 +16,9 @@ from typing import Annotated, Literal
 import tyro
 
 from nybble.errors import ConfigError
+
+MOST_THREADS = 1024
+"""More than any machine has cores; OpenMP ends the process where it cannot start as many as it is told to."""
 
 
 def _require(condition: bool, field_name: str, sentence: str) -> None:
@@ -69,13 +73,13 @@ class OptimiserConfig:
     """How far the router's balancing bias moves towards under-used experts each step; 0 leaves it alone."""
 
     def __post_init__(self) -> None:
-        _require(self.lr > 0, "lr", f"is {self.lr}; it must be above 0")
+        _require(0 < self.lr < math.inf, "lr", f"is {self.lr}; it must be above 0, and finite")
         for name in ("beta1", "beta2", "momentum"):
             value = getattr(self, name)
             _require(0 <= value < 1, name, f"is {value}; it must lie in [0, 1)")
         for name in ("eps", "weight_decay", "clip", "bias_update"):
             value = getattr(self, name)
-            _require(value >= 0, name, f"is {value}; it must not be negative")
+            _require(0 <= value < math.inf, name, f"is {value}; it must be 0 or more, and finite")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,6 +235,7 @@ class PretrainConfig:
             not (self.graph and self.compile), "graph", "and compile are two ways to one end; leave one out"
         )
         _require(self.threads >= 0, "threads", f"is {self.threads}; it must not be negative")
+        _require(self.threads <= MOST_THREADS, "threads", f"is {self.threads}; the most is {MOST_THREADS}")
         _require(0 <= self.seed < 1 << 63, "seed", f"is {self.seed}; it must lie in [0, 2^63)")
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -45,9 +46,10 @@ class SamplingConfig:
         for name in ("prompts", "group", "max_new_tokens", "rows"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
-        if not self.temperature > 0:  # nor NaN
+        if not 0 < self.temperature < math.inf:
             raise ConfigError(
-                f"temperature is {self.temperature}; it must be above 0: greedy groups are all equal"
+                f"temperature is {self.temperature}; it must be above 0, as greedy groups are all equal, and "
+                "finite"
             )
         if not 0 < self.top_p <= 1:
             raise ConfigError(f"top_p is {self.top_p}; it must lie above 0 and at most at 1")
@@ -83,6 +85,8 @@ class EngineConfig:
     """Longest wait for one answer of the server, in seconds."""
 
     def __post_init__(self) -> None:
+        if not self.timeout_s > 0:
+            raise ConfigError(f"timeout_s is {self.timeout_s} s; it must be above 0")
         if self.engine == "vllm" and self.export_to is None:
             raise ConfigError(
                 "export_to: --engine vllm needs the folder that the server was started with, for the weights"
@@ -129,6 +133,7 @@ class RLConfig:
     log: LogConfig = field(default_factory=lambda: LogConfig(log_every=1))
 
     def __post_init__(self) -> None:
+        self.session_config()  # whose checks hold here too
         if self.micro_tokens < 1:
             raise ConfigError(f"micro_tokens is {self.micro_tokens}; it must be at least 1")
         if self.rollouts is not None and self.sample_only:

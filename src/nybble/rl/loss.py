@@ -61,6 +61,8 @@ class LossConfig:
         for name in ("clip_low", "clip_high", "tis", "mask_low", "kl"):
             if not getattr(self, name) >= 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must not be negative")
+        if self.kl == math.inf:
+            raise ConfigError("kl is inf; it must be finite")
         if self.clip_low > 1:
             raise ConfigError(f"clip_low is {self.clip_low}; ratios are above 0, so it must be at most 1")
         if not self.mask_low < self.mask_high:

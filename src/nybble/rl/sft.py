@@ -79,6 +79,7 @@ class SFTConfig:
 
     def __post_init__(self) -> None:
         parse_styles(self.styles)
+        self.session_config()  # whose checks hold here too
 
     def session_config(self) -> PretrainConfig:
         """The settings that the loop of pretraining reads."""
