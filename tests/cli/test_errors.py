@@ -73,6 +73,8 @@ def fails(capsys: pytest.CaptureFixture[str], words: str, status: int = 1) -> st
         ),
         ("import {tmp} --out {tmp}/x --max-shard-gb 0", "max_shard_gb is 0.0; it must be above 0"),
         ("quantize {tmp} --out {tmp}/x --max-shard-gb -1", "max_shard_gb is -1.0; it must be above 0"),
+        ("quantize {tmp} --out {tmp}/x --last-mxfp8 7", "last_mxfp8 is '7'; write a fraction from 0 to 1"),
+        ("quantize {tmp} --out {tmp}/x --last-mxfp8 1/0", "last_mxfp8 is '1/0'; write a fraction"),
         ("validate {tmp} --tp 0", "tp is 0; it must be at least 1"),
         ("inspect tinny", "unknown preset 'tinny'"),
         ("inspect tiny --recipe {tmp}/nothing.toml", "nothing.toml:2"),

@@ -187,6 +187,17 @@ def test_sampling_is_a_function_of_the_seed(whole: Path, capsys: pytest.CaptureF
     assert sample(whole, "2") != text
 
 
+def test_a_text_ends_where_the_model_ends(whole: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`micro` reads 256 tokens."""
+    words = ["sample", str(whole), "--max-new-tokens", "9999", "--prompt"]
+    assert main([*words, "the state" * 12]) == 0
+    captured = capsys.readouterr()
+    assert "tokens fit behind the prompt: the model reads 256" in captured.err
+    assert captured.out.startswith("the state")
+    assert main([*words, "the state" * 99]) == 1
+    assert "tokens, and the model reads 256; shorten it" in capsys.readouterr().err
+
+
 def test_the_model_folder_loads_in_transformers_with_the_weights_of_the_run(whole: Path) -> None:
     from nybble.checkpoints.hub import load_model
 

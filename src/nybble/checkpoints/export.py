@@ -17,6 +17,7 @@ import tyro
 from nybble.checkpoints import plan
 from nybble.checkpoints.dialects import WRITABLE, Dialect, detect
 from nybble.checkpoints.engine import Job, write_model
+from nybble.checkpoints.header import check_folder
 from nybble.checkpoints.safetensors_io import Folder
 from nybble.checkpoints.sidecar import Sidecar
 from nybble.checkpoints.source import find_units
@@ -161,8 +162,7 @@ def dialect_of(name: str, scheme: str = "w4a16") -> Dialect:
 
 def model_folder(path: Path) -> Path:
     """The transformers folder meant by a run, a checkpoint or the folder itself."""
-    if not path.is_dir():
-        raise CheckpointError(f"{path}: no such folder")
+    check_folder(path)
     if (path / "checkpoints").is_dir():
         newest = latest(path / "checkpoints")
         if newest is None:

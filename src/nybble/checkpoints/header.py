@@ -68,6 +68,13 @@ def absent(path: Path) -> str | None:
     return "is no file" if path.exists() else "is not there"
 
 
+def check_folder(path: Path) -> None:
+    """CheckpointError unless `path` is a folder."""
+    if not path.is_dir():
+        why = "is a file; name the folder that holds it" if path.is_file() else "no such folder"
+        raise CheckpointError(f"{path}: {why}")
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from `path`; duplicate keys, other values than objects and oversize files are errors."""
     if path.is_symlink() and (why := absent(path)):

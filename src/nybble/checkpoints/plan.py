@@ -60,10 +60,10 @@ def from_recipe(recipe: Recipe, units: list[Unit], linears: bool) -> dict[str, s
     return chosen
 
 
-def uniform(units: list[Unit], format: str, scope: str, last_mxfp8: str) -> dict[str, str]:
+def uniform(units: list[Unit], format: str, scope: str, last_mxfp8: Fraction) -> dict[str, str]:
     """One format for all experts, or for all linears too, with MXFP8 in the last fraction of the layers."""
     total = count_layers([unit.module for unit in units])
-    last = Layers(edge="last", fraction=Fraction(last_mxfp8))
+    last = Layers(edge="last", fraction=last_mxfp8)
     banks = any(isinstance(unit, Bank) for unit in units)
     chosen = {}
     for unit in units:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import Literal
 
@@ -52,6 +53,14 @@ class QuantizeConfig:
 
     def __post_init__(self) -> None:
         shard_bytes(self.max_shard_gb)
+        try:
+            share = Fraction(self.last_mxfp8)
+        except (ValueError, ZeroDivisionError):
+            share = Fraction(-1)
+        if not 0 <= share <= 1:
+            raise CheckpointError(
+                f"last_mxfp8 is {self.last_mxfp8!r}; write a fraction from 0 to 1, such as 1/6"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,10 +92,7 @@ def quantize_model(config: QuantizeConfig) -> QuantizeReport:
     path = model_folder(config.model)
     folder = open_dense(path)
     units = find_units(folder)
-    try:
-        formats = plan.uniform(units, config.weights, config.scope, config.last_mxfp8)
-    except (ValueError, ZeroDivisionError):
-        raise CheckpointError(f"last_mxfp8 is {config.last_mxfp8!r}; write a fraction such as 1/6") from None
+    formats = plan.uniform(units, config.weights, config.scope, Fraction(config.last_mxfp8))
     if not formats:
         raise CheckpointError(f"{path}: has no weights in the scope {config.scope!r}; try --scope all")
     dialect = dialect_of(config.format, config.scheme)

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from nybble.checkpoints.header import DTYPES, Entry, absent, read_header, read_json
+from nybble.checkpoints.header import DTYPES, Entry, absent, check_folder, read_header, read_json
 from nybble.checkpoints.vectored import raw, runs, transfer
 from nybble.errors import CheckpointError
 
@@ -60,8 +60,7 @@ class Folder:
             CheckpointError: no such folder, or no tensors in it and nothing that says why.
         """
         path = Path(path)
-        if not path.is_dir():
-            raise CheckpointError(f"{path}: no such folder")
+        check_folder(path)
         config_path = path / "config.json"
         config = read_json(config_path) if os.path.lexists(config_path) else {}
         folder = cls(path=path, config=config, tensors={})

@@ -60,10 +60,16 @@ def main(arguments: list[str]) -> int:
     print(f"recipe {trained.recipe.name}; {numerics_status(device)}", file=sys.stderr)
     tokenizer = trained.tokenizer
     prompt = tokenizer.encode(config.prompt) or [tokenizer.eot_id]
+    longest = trained.model.config.max_position_embeddings
+    room = longest + 1 - len(prompt)  # the last token need not be read
+    if room < 1:
+        raise ConfigError(f"prompt has {len(prompt)} tokens, and the model reads {longest}; shorten it")
+    if config.max_new_tokens > room:
+        print(f"at most {room} tokens fit behind the prompt: the model reads {longest}", file=sys.stderr)
     new = generate(
         trained.model,
         [prompt],
-        config.max_new_tokens,
+        min(config.max_new_tokens, room),
         temperature=config.temperature,
         top_p=config.top_p,
         seed=config.seed,

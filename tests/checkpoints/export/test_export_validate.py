@@ -225,11 +225,14 @@ def test_a_truncated_file_is_reported(make: Callable, tmp_path: Path) -> None:
 
 
 def test_a_model_in_high_precision_and_senseless_options(make: Callable, tmp_path: Path) -> None:
-    assert check(make()).status == 1
+    model = make()
+    assert check(model).status == 1
     with pytest.raises(CheckpointError, match="tp is 0"):
         ValidateConfig(checkpoint=tmp_path, tp=0)
     with pytest.raises(CheckpointError, match="no such folder"):
         check(tmp_path / "nowhere")
+    with pytest.raises(CheckpointError, match="is a file; name the folder that holds it"):
+        check(model / "config.json")
     with pytest.raises(CheckpointError, match="no tensors in it"):
         check(tmp_path)
 
