@@ -183,12 +183,11 @@ def swiglu_backward_fp8(
     up_cap: float,
     h: list[Tensor],
     format: str,
-    tiles: Tensor,  # noqa: ARG001 -- which rows a program takes
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """What `swiglu_backward` gives and what products in fp8-row take of it: (d [R, 2I], its codes uint8
     [R, 2I] and scales FP32 [R] along the features, amax FP32 [G, 2I] of each group's columns, dots [R]).
 
-    An amax is NaN or infinite where a column holds such. `tiles` are those that `token_tiles` gives.
+    An amax is NaN or infinite where a column holds such.
     """
     d, dots = swiglu_backward(
         gate_up, factor, g, g_factor, weights, order, ends, gate_cap, up_cap, h, format, True

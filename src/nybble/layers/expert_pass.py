@@ -211,8 +211,8 @@ class Pass:
         if not (dgrad and wgrad and self._up_in_codes()):
             d_up, dots = fused.swiglu_backward(*arguments, dgrad or wgrad)
             return *self.split(d_up, dgrad, wgrad), dots
-        spec, (tiles, _) = self.plan.up.spec, self.tiles
-        d_up, codes, scales, amax, dots = fused.swiglu_backward_fp8(*arguments, tiles)
+        spec = self.plan.up.spec
+        d_up, codes, scales, amax, dots = fused.swiglu_backward_fp8(*arguments)
         first = _plain(hopper.RowScaled(codes.view(FP8), scales))
         draw = spec.draw(Role.WGRAD_DY, self.key)
         return first, self.columns(d_up, spec.gemms.wgrad.dy, FP8, draw, amax=amax), dots

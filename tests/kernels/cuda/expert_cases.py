@@ -78,13 +78,13 @@ def calls(
         ("swiglu_backward", (gate_up[:0], None, g, None, weights, order, ends, *CAPS, [h], "bf16", False)),
         (
             "swiglu_backward_fp8",
-            (gate_up, f, g, f, weights, order, ends, *CAPS, codes_h, "nvfp4", tiles),
+            (gate_up, f, g, f, weights, order, ends, *CAPS, codes_h, "nvfp4"),
         ),
         (
             "swiglu_backward_fp8",
-            (gate_up, None, broken, None, weights, order, ends, 0.0, 0.0, [h], "bf16", tiles),
+            (gate_up, None, broken, None, weights, order, ends, 0.0, 0.0, [h], "bf16"),
         ),
-        ("swiglu_backward_fp8", (gate_up, None, g, None, weights, order, ends, *CAPS, [], "bf16", tiles)),
+        ("swiglu_backward_fp8", (gate_up, None, g, None, weights, order, ends, *CAPS, [], "bf16")),
         ("quantize_to_rows", (x, "nvfp4", *nearest, place)),
         ("quantize_to_rows", (x, "nvfp4", *sr, torch.arange(T) + 7, place)),
         ("decode_to_rows", (*codes_x, "nvfp4", token)),

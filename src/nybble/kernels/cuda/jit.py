@@ -30,3 +30,9 @@ def whole_key(key: Tensor) -> Tensor:
 def cdiv(a: int, b: int) -> int:
     """a / b rounded up."""
     return -(-a // b)
+
+
+@cache
+def multiprocessors(device: torch.device) -> int:
+    """Of a GPU; one where kernels are interpreted."""
+    return 1 if INTERPRETED else torch.cuda.get_device_properties(device).multi_processor_count

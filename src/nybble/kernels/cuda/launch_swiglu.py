@@ -6,14 +6,14 @@ from torch import Tensor
 from nybble.formats import table
 from nybble.kernels.cuda import front, launch_columns
 from nybble.kernels.cuda import swiglu_gradients as kernel
-from nybble.kernels.cuda.jit import cdiv, use_asm
+from nybble.kernels.cuda.jit import cdiv, multiprocessors, use_asm
 from nybble.kernels.cuda.launch_experts import as_pairs
 from nybble.kernels.cuda.launch_rows import pow2
 
 WHOLE_ROW = 512
 """Units of eight elements that a program holds of a row."""
-ROWS = 16
-"""Rows that a program goes through."""
+RESIDENT_WARPS = 24
+"""Of a multiprocessor that runs what goes through rows: no program waits for another one to end."""
 
 
 def swiglu_backward(
@@ -82,7 +82,6 @@ def swiglu_backward_fp8(
     up_cap: float,
     h: list[Tensor],
     format: str,
-    tiles: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """See `fused.swiglu_backward_fp8`; rows of no expert hold anything."""
     (R, width), device = g.shape, g.device
@@ -93,17 +92,20 @@ def swiglu_backward_fp8(
         )
         codes, scales, _ = front.quantize(d, "fp8-row", -1)
         source = launch_columns.as_source(d)
+        count = R // launch_columns.TILE + ends.shape[0]
+        tiles = launch_columns.block_table(ends, count, launch_columns.TILE, 1)
         amax = launch_columns.measure_columns(source, tiles, ends, launch_columns.WARPS)
         return d, codes, scales.squeeze(-1), amax.view(torch.float32), dots
-    count = R // launch_columns.TILE + ends.shape[0]
     d = torch.empty_like(gate_up)
     codes = torch.empty(R, 2 * width, dtype=torch.uint8, device=device)
     scales = torch.empty(R, dtype=torch.float32, device=device)
-    dots = torch.zeros(R, dtype=torch.float32, device=device)
+    dots = torch.empty(R, dtype=torch.float32, device=device) if h else torch.zeros(R, device=device)
     amax = torch.zeros(ends.shape[0], 2 * width, dtype=torch.int32, device=device)
     coded = len(h) == 3
     n = max(32, pow2(units))
-    kernel.swiglu_backward_fp8[(count * (launch_columns.TILE // ROWS),)](
+    warps = n // 32
+    span = cdiv(R, multiprocessors(device) * max(1, RESIDENT_WARPS // warps))
+    kernel.swiglu_backward_fp8[(cdiv(R, span),)](
         as_pairs(gate_up),
         factor,
         as_pairs(g),
@@ -114,12 +116,15 @@ def swiglu_backward_fp8(
         h[1] if coded else None,
         h[2] if coded else None,
         as_pairs(d),
-        codes.view(torch.int32),
+        codes.view(torch.int64),
         scales,
         amax,
         dots,
-        *tiles,
+        ends,
+        R,
+        span,
         units,
+        ends.shape[0],
         cdiv(width, 16),
         OUTER_MAX=(table.get(format).outer_max or 1.0) if coded else 1.0,
         AMAX_ROWS=int(coded and h[2].numel() > 1),
@@ -128,10 +133,10 @@ def swiglu_backward_fp8(
         HAS_FACTOR=factor is not None,
         HAS_G_FACTOR=g_factor is not None,
         DOT=(1 + int(coded)) if h else 0,
-        ROWS=ROWS,
         N=n,
+        G=pow2(ends.shape[0]),
         ASM=use_asm(device),
-        num_warps=max(1, min(8, n // 32)),
+        num_warps=warps,
         enable_fp_fusion=False,
     )
     return d, codes, scales, amax.view(torch.float32), dots

@@ -24,8 +24,7 @@ from nybble.kernels.cuda.registers import (
     pair_bits,
     split4,
 )
-from nybble.kernels.cuda.rows import top
-from nybble.kernels.cuda.stores import bf16_pairs, store_pairs, store_values, store_words
+from nybble.kernels.cuda.stores import bf16_pairs, store_pairs, store_values
 
 LEAST_AMAX = tl.constexpr(8e-36)  # below it S_enc of NVFP4 is FLT_MAX
 
@@ -192,12 +191,40 @@ def row_scalars(
 
 
 @triton.jit
+def eight_codes(pairs, mul, top, ASM: tl.constexpr):
+    """int64 of eight E4M3 codes of BF16 pairs; NaN where the top of their row's magnitudes (bits) is none."""
+    low, high = e4m3_words(pairs, mul, (0, 0, 0, 0), False, rule.FP32, True, ASM)
+    low = tl.where(top >= rule.INFINITE, 0x7F7F7F7F, low).to(tl.uint32)
+    high = tl.where(top >= rule.INFINITE, 0x7F7F7F7F, high).to(tl.uint32)
+    return (low.to(tl.uint64) | (high.to(tl.uint64) << 32)).to(tl.int64, bitcast=True)
+
+
+@triton.jit
+def sum_and_maximum(a, m, b, n):
+    """Of two pairs, for a reduction of both at once."""
+    return a + b, tl.maximum(m, n)
+
+
+@triton.jit
 def pairs_of(p):
     """What `load_raw` returns, of int32 [N, 4]."""
     return split4(p.to(tl.uint32, bitcast=True))
 
 
-@triton.jit(do_not_specialize=["units", "scale_columns"])
+@triton.jit
+def add_maxima(amax_ptr, group, most, units, u, inside):
+    """Maxima of eight BF16 pairs a thread, of gate's columns and of up's, into the amaxes of a group."""
+    for half in tl.static_range(2):
+        columns = ()
+        for k in tl.static_range(4):
+            columns = columns + pair_bits(most[4 * half + k])
+        t = join8(columns).to(tl.int32)
+        to = amax_ptr + (group.to(tl.int64) * 2 + half) * units * 8
+        at = u[:, None] * 8 + tl.arange(0, 8)[None, :]
+        tl.atomic_max(to + at, t, mask=inside[:, None] & (t > 0), sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["rows", "span", "units", "groups", "scale_columns"])
 def swiglu_backward_fp8(
     x_ptr,  # as for `swiglu_backward_rows`, up to d
     factor_ptr,
@@ -209,14 +236,15 @@ def swiglu_backward_fp8(
     h_scales_ptr,
     h_amax_ptr,
     d_ptr,
-    codes_ptr,  # int32 words of E4M3 [R, 2I]: d in fp8-row
+    codes_ptr,  # int64, eight E4M3 [R, 2I] each: d in fp8-row
     scales_ptr,  # FP32 [R]
     amax_ptr,  # int32 [G, 2I], zeros on entry: bits of the largest |d| of each column of a group
     dot_ptr,
-    start_ptr,  # of each tile of 32 rows: its first,
-    count_ptr,  # how many it has,
-    group_ptr,  # and its group
+    ends_ptr,
+    rows,
+    span,  # rows of a program
     units,  # I / 8, at most N
+    groups,
     scale_columns,
     OUTER_MAX: tl.constexpr,
     AMAX_ROWS: tl.constexpr,
@@ -225,24 +253,21 @@ def swiglu_backward_fp8(
     HAS_FACTOR: tl.constexpr,
     HAS_G_FACTOR: tl.constexpr,
     DOT: tl.constexpr,
-    ROWS: tl.constexpr,  # of a tile that a program goes through
     N: tl.constexpr,
+    G: tl.constexpr,
     ASM: tl.constexpr,
 ):
-    """`swiglu_backward_rows` of the rows of groups, its result in codes too, and the amax of its columns.
+    """`swiglu_backward_rows`, its result in codes too, and the amax of its columns.
 
-    A row is loaded while the one before it is computed.
+    A row is loaded while the one before it is computed, and maxima wait in registers for the end of a group.
     """
-    PARTS: tl.constexpr = 32 // ROWS
-    tile = tl.program_id(0) // PARTS
-    begin = tl.program_id(0) % PARTS * ROWS
-    row = tl.load(start_ptr + tile) + begin
-    last = row + tl.minimum(tl.load(count_ptr + tile) - begin, ROWS) - 1
+    row = tl.program_id(0) * span
+    stop = tl.minimum(row + span, rows)
+    every = tl.load(ends_ptr + tl.arange(0, G), mask=tl.arange(0, G) < groups, other=2147483647)
+    behind = tl.load(ends_ptr + groups - 1)
+    last = tl.minimum(stop, behind) - 1
     u = tl.arange(0, N)
     inside = u < units
-    most = ()
-    for _ in tl.static_range(8):
-        most = most + (tl.zeros((N,), tl.uint32),)
     if row <= last:
         gate, up, g_raw, h, sf = load_gated_row(
             x_ptr, g_ptr, h_ptr, h_scales_ptr, row, u, inside, units, scale_columns, DOT
@@ -254,69 +279,68 @@ def swiglu_backward_fp8(
         weight = tl.load(weights_ptr + pair)
         next_pair = tl.load(order_ptr + tl.minimum(row + 1, last))
         while row <= last:
-            at = tl.minimum(row + 1, last)
-            next_gate, next_up, next_g, next_h, next_sf = load_gated_row(
-                x_ptr, g_ptr, h_ptr, h_scales_ptr, at, u, inside & (row < last), units, scale_columns, DOT
-            )
-            next_factor, next_g_factor, next_amax = row_scalars(
-                factor_ptr, g_factor_ptr, h_amax_ptr, at, AMAX_ROWS, HAS_FACTOR, HAS_G_FACTOR, DOT
-            )
-            next_weight = tl.load(weights_ptr + next_pair)
-            later_pair = tl.load(order_ptr + tl.minimum(row + 2, last))
+            group = tl.sum((every <= row).to(tl.int32), axis=0)
+            last_of_group = tl.minimum(tl.load(ends_ptr + group) - 1, last)
+            most = ()
+            for _ in tl.static_range(8):
+                most = most + (tl.zeros((N,), tl.uint32),)
+            while row <= last_of_group:
+                at = tl.minimum(row + 1, last)
+                next_gate, next_up, next_g, next_h, next_sf = load_gated_row(
+                    x_ptr, g_ptr, h_ptr, h_scales_ptr, at, u, inside & (row < last), units, scale_columns, DOT
+                )
+                next_factor, next_g_factor, next_amax = row_scalars(
+                    factor_ptr, g_factor_ptr, h_amax_ptr, at, AMAX_ROWS, HAS_FACTOR, HAS_G_FACTOR, DOT
+                )
+                next_weight = tl.load(weights_ptr + next_pair)
+                later_pair = tl.load(order_ptr + tl.minimum(row + 2, last))
 
-            g = times_factor(floats(pairs_of(g_raw), True), g_factor, HAS_G_FACTOR)
-            if DOT > 0:
+                g = times_factor(floats(pairs_of(g_raw), True), g_factor, HAS_G_FACTOR)
                 dots = tl.zeros((N,), tl.float32)
-                if DOT == 1:
-                    values = floats(pairs_of(h), True)
-                    for j in tl.static_range(8):
-                        dots += g[j] * values[j]
+                if DOT > 0:
+                    if DOT == 1:
+                        values = floats(pairs_of(h), True)
+                        for j in tl.static_range(8):
+                            dots += g[j] * values[j]
+                    else:
+                        word = h.to(tl.uint32, bitcast=True)
+                        dots = dot_of_codes(dots, g, word, nvfp4_factor(sf.to(tl.uint32), ASM), ASM)
+                dgate, dup = gate_gradients(
+                    pairs_of(gate), pairs_of(up), g, factor, weight, HAS_FACTOR, GATE_CAP, UP_CAP, ASM
+                )
+                dgate = bf16_pairs(dgate, 4, ASM)
+                dup = bf16_pairs(dup, 4, ASM)
+                base = row.to(tl.int64) * units
+                store_pairs(d_ptr + base * 8, u * 8, dgate, inside, 4)
+                store_pairs(d_ptr + base * 8 + units * 4, u * 8, dup, inside, 4)
+                more = ()
+                for k in tl.static_range(4):
+                    more = more + (max_pairs(most[k], dgate[k], ASM),)
+                for k in tl.static_range(4):
+                    more = more + (max_pairs(most[4 + k], dup[k], ASM),)
+                most = more
+
+                m = max_magnitudes(magnitude(dgate, True, ASM), magnitude(dup, True, ASM), True, ASM)
+                m = tl.where(inside, magnitude_bits(m, True), 0).to(tl.int32)
+                if DOT > 0:
+                    dot, t = tl.reduce((dots, m), 0, sum_and_maximum)
+                    tl.store(dot_ptr + pair, dot * outer_scale(h_amax, OUTER_MAX) if DOT == 2 else dot)
                 else:
-                    word = h.to(tl.uint32, bitcast=True)
-                    dots = dot_of_codes(dots, g, word, nvfp4_factor(sf.to(tl.uint32), ASM), ASM)
-                dot = tl.sum(dots)
-                tl.store(dot_ptr + pair, dot * outer_scale(h_amax, OUTER_MAX) if DOT == 2 else dot)
-            dgate, dup = gate_gradients(
-                pairs_of(gate), pairs_of(up), g, factor, weight, HAS_FACTOR, GATE_CAP, UP_CAP, ASM
-            )
-            dgate = bf16_pairs(dgate, 4, ASM)
-            dup = bf16_pairs(dup, 4, ASM)
-            base = row.to(tl.int64) * units
-            store_pairs(d_ptr + base * 8, u * 8, dgate, inside, 4)
-            store_pairs(d_ptr + base * 8 + units * 4, u * 8, dup, inside, 4)
-            more = ()
-            for k in tl.static_range(4):
-                more = more + (max_pairs(most[k], dgate[k], ASM),)
-            for k in tl.static_range(4):
-                more = more + (max_pairs(most[4 + k], dup[k], ASM),)
-            most = more
+                    t = tl.max(m, axis=0)
+                t = t.to(tl.uint32)
+                mul = rule.fp32_multiplier(value(t + tl.zeros((N,), tl.uint32)))
+                scale = tl.where(t >= rule.INFINITE, float("nan"), rule.reciprocal(mul, ASM))
+                tl.store(scales_ptr + row + u * 0, scale, mask=u == 0)
+                tl.store(codes_ptr + base * 2 + u, eight_codes(dgate, mul, t, ASM), mask=inside)
+                tl.store(codes_ptr + base * 2 + units + u, eight_codes(dup, mul, t, ASM), mask=inside)
 
-            m = max_magnitudes(magnitude(dgate, True, ASM), magnitude(dup, True, ASM), True, ASM)
-            t = top(tl.where(inside, magnitude_bits(m, True), 0))
-            mul = rule.fp32_multiplier(value(t + tl.zeros((N,), tl.uint32)))
-            scale = tl.where(t >= rule.INFINITE, float("nan"), rule.reciprocal(mul, ASM))
-            tl.store(scales_ptr + row + u * 0, scale, mask=u == 0)
-            words = ()
-            for w in tl.static_range(2):
-                pair_of_words = e4m3_words(
-                    dgate if w == 0 else dup, mul, (0, 0, 0, 0), False, rule.FP32, True, ASM
-                )
-                words = words + (
-                    tl.where(t >= rule.INFINITE, 0x7F7F7F7F, pair_of_words[0]).to(tl.uint32),
-                    tl.where(t >= rule.INFINITE, 0x7F7F7F7F, pair_of_words[1]).to(tl.uint32),
-                )
-            store_words(codes_ptr + base * 4, u * 2, (words[0], words[1]), inside, 2)
-            store_words(codes_ptr + base * 4 + units * 2, u * 2, (words[2], words[3]), inside, 2)
-
-            gate, up, g_raw, h, sf = next_gate, next_up, next_g, next_h, next_sf
-            factor, g_factor, h_amax = next_factor, next_g_factor, next_amax
-            pair, weight, next_pair = next_pair, next_weight, later_pair
+                gate, up, g_raw, h, sf = next_gate, next_up, next_g, next_h, next_sf
+                factor, g_factor, h_amax = next_factor, next_g_factor, next_amax
+                pair, weight, next_pair = next_pair, next_weight, later_pair
+                row += 1
+            add_maxima(amax_ptr, group, most, units, u, inside)
+    if DOT > 0:
+        row = tl.maximum(tl.program_id(0) * span, behind)
+        while row < stop:
+            tl.store(dot_ptr + tl.load(order_ptr + row), 0.0)
             row += 1
-        group = tl.load(group_ptr + tile).to(tl.int64)
-        for half in tl.static_range(2):
-            columns = ()
-            for k in tl.static_range(4):
-                columns = columns + pair_bits(most[4 * half + k])
-            to = amax_ptr + (group * 2 + half) * units * 8 + u[:, None] * 8 + tl.arange(0, 8)[None, :]
-            t = join8(columns).to(tl.int32)
-            tl.atomic_max(to, t, mask=inside[:, None] & (t > 0), sem="relaxed")
