@@ -107,16 +107,17 @@ def fp8_products(as_on_a_gpu, monkeypatch):  # noqa: ARG001 -- what it patches i
     def of_rows(a, w, offs):
         used.add("rows")
         x, m = values(a, a.scales), values(w, w.scales)
+        x = x if a.index is None else x[a.index]
         out = x.new_full((x.shape[0], m.shape[1]), torch.nan)  # rows of no expert hold anything
         for g, own in enumerate(group_slices(offs)):
             out[own] = x[own] @ m[g].T
         return out.to(BF16)
 
-    def of_groups(a, b):
+    def of_groups(a, b, dtype):
         used.add("groups")
         own = group_slices(a.ends)
         pairs = zip(own, a.scales, b.scales, strict=True)
-        return torch.stack([values(a, s)[:, o] @ values(b, t)[:, o].T for o, s, t in pairs]).to(BF16)
+        return torch.stack([values(a, s)[:, o] @ values(b, t)[:, o].T for o, s, t in pairs]).to(dtype)
 
     for module in (fused_experts, expert_pass):
         monkeypatch.setattr(module, "compute_dtype", compute)

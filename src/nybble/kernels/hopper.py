@@ -1,12 +1,14 @@
 """Products of experts on Hopper's FP8 tensor cores: E4M3 codes with one scale a row of either operand.
 
-torch's `_scaled_grouped_mm` wants the contracted axis contiguous in both operands, and groups along it that
-begin every 16 values: `fp8_columns` of `expert_rows.py` stores them so.
+The kernels of `cuda/launch_fp8.py` multiply, faster than torch's `_scaled_grouped_mm` at every shape that was
+measured; torch's serves where Triton is not the release that they are written for. Both want the contracted
+axis contiguous in both operands: `fp8_columns` of `expert_columns.py` stores it so.
 """
 
+import importlib.metadata
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -18,6 +20,9 @@ from nybble.kernels.fused import direct
 
 FORMAT = "fp8-row"
 ALIGN = 16
+LONGEST = 1 << 30
+"""Rows or columns that the descriptors of the kernels can count."""
+TRITON = "3.6"
 FP8 = torch.float8_e4m3fn
 _log = logging.getLogger(__name__)
 
@@ -32,11 +37,14 @@ class RowScaled:
     """FP32: one a row, [..., R]; of token groups along L, [G, R]."""
     ends: Tensor | None = None
     """int32 [G]: where groups end along L."""
+    index: Tensor | None = None
+    """int32: which row of `codes` and `scales` each row of the operand is; its own where None."""
 
     def index_select(self, dim: int, index: Tensor) -> "RowScaled":
-        """Rows `index` of a 2-D operand; `dim` is 0."""
-        codes = self.codes.view(torch.uint8).index_select(dim, index).view(FP8)
-        return RowScaled(codes, self.scales.index_select(dim, index))
+        """Rows `index` (int32) of a 2-D operand, which the product reads where they lie; `dim` is 0."""
+        assert dim == 0
+        assert self.index is None
+        return replace(self, index=index)
 
 
 def row_scaled(codes: Tensor, scales: Tensor, ends: Tensor | None = None) -> RowScaled:
@@ -65,7 +73,8 @@ def _reason(device: torch.device) -> str | None:
 @cache
 def _reason_once(device: torch.device) -> str | None:
     reason = _find_reason(device)
-    _log.info("FP8 products of experts on %s: %s", device, reason or "FP8 tensor cores")
+    cores = "FP8 tensor cores" if own_reason() is None else f"FP8 tensor cores by torch: {own_reason()}"
+    _log.info("FP8 products of experts on %s: %s", device, reason or cores)
     return reason
 
 
@@ -82,6 +91,18 @@ def _find_reason(device: torch.device) -> str | None:
     return None
 
 
+@cache
+def own_reason() -> str | None:
+    """Why torch multiplies in place of the kernels of this project; None where these do."""
+    try:
+        version = importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        return "triton is not installed"
+    if not version.startswith(f"{TRITON}."):
+        return f"the kernels are written in Gluon as triton {TRITON} has it, not {version}"
+    return None
+
+
 def product_of_rows(a: RowScaled, w: RowScaled, offs: Tensor) -> Tensor:
     """Each group's rows of a [R, C] times its matrix of w, stored [E, N, C]: BF16 [R, N].
 
@@ -89,15 +110,15 @@ def product_of_rows(a: RowScaled, w: RowScaled, offs: Tensor) -> Tensor:
     """
     _check(w.codes.shape[-2:])
     op = _multiply_rows if direct(a.codes) else _product_of_rows
-    return op(a.codes, a.scales, w.codes, w.scales, offs)
+    return op(a.codes, a.scales, w.codes, w.scales, offs, a.index)
 
 
-def product_of_groups(a: RowScaled, b: RowScaled) -> Tensor:
-    """a [N, P] times b [K, P] transposed, over each group of P alone: BF16 [G, N, K]."""
+def product_of_groups(a: RowScaled, b: RowScaled, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """a [N, P] times b [K, P] transposed, over each group of P alone: [G, N, K] in `dtype`, BF16 or FP32."""
     assert a.ends is not None
     _check((a.codes.shape[0], b.codes.shape[0]))
     op = _multiply_groups if direct(a.codes) else _product_of_groups
-    return op(a.codes, a.scales, b.codes, b.scales, a.ends)
+    return op(a.codes, a.scales, b.codes, b.scales, a.ends, dtype)
 
 
 def _check(sizes: Sequence[int]) -> None:
@@ -108,7 +129,18 @@ def _check(sizes: Sequence[int]) -> None:
         )
 
 
-def _multiply_rows(codes: Tensor, scales: Tensor, w_codes: Tensor, w_scales: Tensor, offs: Tensor) -> Tensor:
+def torch_rows(
+    codes: Tensor,
+    scales: Tensor,
+    w_codes: Tensor,
+    w_scales: Tensor,
+    offs: Tensor,
+    index: Tensor | None = None,
+) -> Tensor:
+    """What `launch_fp8.product_of_rows` gives, by torch."""
+    if index is not None:
+        codes = codes.view(torch.uint8).index_select(0, index).view(FP8)
+        scales = scales.index_select(0, index)
     # Partial sums are added in FP32: fast accumulation, a tenth faster, keeps fewer bits of them.
     return torch._scaled_grouped_mm(
         codes,
@@ -121,18 +153,42 @@ def _multiply_rows(codes: Tensor, scales: Tensor, w_codes: Tensor, w_scales: Ten
     )
 
 
-def _multiply_groups(
-    codes: Tensor, scales: Tensor, b_codes: Tensor, b_scales: Tensor, ends: Tensor
+def torch_groups(
+    a_codes: Tensor, a_scales: Tensor, b_codes: Tensor, b_scales: Tensor, ends: Tensor, dtype: torch.dtype
 ) -> Tensor:
+    """What `launch_fp8.product_of_groups` gives, by torch: rounded to BF16."""
     return torch._scaled_grouped_mm(
-        codes,
+        a_codes,
         b_codes.t(),
-        scales.reshape(-1),
+        a_scales.reshape(-1),
         b_scales.reshape(-1),
         offs=ends,
         out_dtype=torch.bfloat16,
         use_fast_accum=False,
-    )
+    ).to(dtype)
+
+
+def _multiply_rows(
+    codes: Tensor, scales: Tensor, w_codes: Tensor, w_scales: Tensor, offs: Tensor, index: Tensor | None
+) -> Tensor:
+    rows = codes.shape[0] if index is None else index.shape[0]
+    if own_reason() is not None or rows >= LONGEST:
+        return torch_rows(codes, scales, w_codes, w_scales, offs, index)
+    from nybble.kernels.cuda import launch_fp8
+
+    with torch.cuda.device(codes.device):
+        return launch_fp8.product_of_rows(codes, scales, w_codes, w_scales, offs, index)
+
+
+def _multiply_groups(
+    codes: Tensor, scales: Tensor, b_codes: Tensor, b_scales: Tensor, ends: Tensor, dtype: torch.dtype
+) -> Tensor:
+    if own_reason() is not None or codes.shape[1] >= LONGEST:
+        return torch_groups(codes, scales, b_codes, b_scales, ends, dtype)
+    from nybble.kernels.cuda import launch_fp8
+
+    with torch.cuda.device(codes.device):
+        return launch_fp8.product_of_groups(codes, scales, b_codes, b_scales, ends, dtype)
 
 
 _product_of_rows = torch.library.custom_op("nybble::fp8_product_of_rows", _multiply_rows, mutates_args=())
@@ -142,10 +198,11 @@ _product_of_groups = torch.library.custom_op(
 
 
 @_product_of_rows.register_fake
-def _(codes, _scales, w_codes, *_):  # type: ignore[no-untyped-def]  # the op's own
-    return codes.new_empty(codes.shape[0], w_codes.shape[1], dtype=torch.bfloat16)
+def _(codes, _scales, w_codes, _w_scales, _offs, index):  # type: ignore[no-untyped-def]  # the op's own
+    rows = codes.shape[0] if index is None else index.shape[0]
+    return codes.new_empty(rows, w_codes.shape[1], dtype=torch.bfloat16)
 
 
 @_product_of_groups.register_fake
-def _(codes, _scales, b_codes, _b_scales, ends):  # type: ignore[no-untyped-def]  # the op's own
-    return codes.new_empty(ends.shape[0], codes.shape[0], b_codes.shape[0], dtype=torch.bfloat16)
+def _(codes, _scales, b_codes, _b_scales, ends, dtype):  # type: ignore[no-untyped-def]  # the op's own
+    return codes.new_empty(ends.shape[0], codes.shape[0], b_codes.shape[0], dtype=dtype)

@@ -78,7 +78,7 @@ def grouped_columns(a: Any, b: Any, offs: Tensor, dtype: torch.dtype) -> Tensor:
     if isinstance(a, Coded):
         return product_of_groups(a, b).to(dtype)
     if isinstance(a, hopper.RowScaled):
-        return hopper.product_of_groups(a, b).to(dtype)
+        return hopper.product_of_groups(a, b, dtype)
     if direct(a) and a.dtype == torch.bfloat16:
         return F.grouped_mm(a.t(), b, offs=offs).to(dtype)
     return _grouped_columns(a, b, offs, dtype)
