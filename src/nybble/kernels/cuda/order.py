@@ -48,9 +48,10 @@ def place_pairs(
     before = tl.load(sums_ptr + at - 1, mask=(pair < pairs) & (at > 0), other=0)
     row = before + tl.sum(earlier.to(tl.int32), axis=1)
     tl.store(order_ptr + row, pair, mask=pair < pairs)
-    c = tl.arange(0, C)
-    first = (c < count) & (block == 0)
-    tl.store(ends_ptr + c, tl.load(sums_ptr + (c + 1) * blocks - 1, mask=first, other=0), mask=first)
+    if block == 0:
+        c = tl.arange(0, C)
+        last = tl.load(sums_ptr + (c + 1) * blocks - 1, mask=c < count, other=0)
+        tl.store(ends_ptr + c, last, mask=c < count)
 
 
 @triton.jit(do_not_specialize=["pairs", "count"])
