@@ -87,6 +87,7 @@ def calls(group: str) -> list[Call]:
     return [
         requantized(hostile(70, 24), "nvfp4", "row", "mxfp8", stochastic(rows=LONG_ROWS), offs=LONG_OFFS),
         requantized(hostile(64, 24).view(2, 32, 24), "nvfp4", "matrix", "mxfp8", {}, dtype=torch.bfloat16),
+        requantized(hostile(66, 24).view(2, 33, 24), "nvfp4", "matrix", "fp8-row", stochastic()),
         Call(op="dequantize", args=(*parts, "nvfp4", -1, shape, torch.float32, "row", True)),
     ]
 

@@ -13,18 +13,20 @@ from nybble.kernels.cuda.rows import of_row
 from nybble.kernels.cuda.stores import store_values
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "each", "cleared"])
 def row_decode_scales(
     amax_ptr,
     group_ptr,
     out_ptr,
+    zeros_ptr,  # int32, which the next kernel finds amaxes in
     rows,
     each,  # rows that share an amax
+    cleared,  # of zeros
     OUTER_MAX: tl.constexpr,
     HAS_GROUP: tl.constexpr,
     N: tl.constexpr,
 ):
-    """S_dec of each row: of its group's amax, or of that of `each` rows."""
+    """S_dec of each row, of its group's amax or of that of `each` rows; and zeros."""
     row = tl.program_id(0) * N + tl.arange(0, N)
     mask = row < rows
     which = row // each
@@ -32,6 +34,8 @@ def row_decode_scales(
         which = tl.load(group_ptr + row, mask=mask, other=0)
     s = rule.encode_scale(tl.load(amax_ptr + which, mask=mask, other=0.0), OUTER_MAX)
     tl.store(out_ptr + row, tl.div_rn(tl.full((N,), 1.0, tl.float32), s), mask=mask)
+    if zeros_ptr is not None:
+        tl.store(zeros_ptr + row, 0, mask=row < cleared)
 
 
 @triton.jit

@@ -208,12 +208,17 @@ def coded_source(
     codes: Tensor, scales: Tensor, amax: Tensor, fmt: Format, outer: str, job: Job
 ) -> by_columns.Source:
     """NVFP4 codes along -1 as the column kernels read them."""
+    groups = job.matrices[0] if job.offs is None else job.offs.shape[0]
+    zeros = None
+    if job.fmt.block_cols is None:
+        zeros = torch.empty(groups, job.shape[-1], dtype=torch.int32, device=codes.device)
     return by_columns.Source(
         shape=job.matrices,
         codes=codes.contiguous(),
         scales=scales.contiguous(),
-        s_dec=row_decode_scales(fmt, amax, outer, job.shape, job.offs),
+        s_dec=row_decode_scales(fmt, amax, outer, job.shape, job.offs, zeros),
         scale_rows=fmt.block_rows,
+        zeros=zeros,
     )
 
 
@@ -228,9 +233,17 @@ def _square(job: Job, x: Tensor) -> tuple[Tensor, ...]:
 
 
 def row_decode_scales(
-    fmt: Format, amax: Tensor, outer: str, shape: tuple[int, ...], offs: Tensor | None
+    fmt: Format,
+    amax: Tensor,
+    outer: str,
+    shape: tuple[int, ...],
+    offs: Tensor | None,
+    zeros: Tensor | None = None,
 ) -> Tensor:
-    """S_dec as the kernels read it: one, or one for each row of a stored `shape` [..., R, L]."""
+    """S_dec as the kernels read it: one, or one for each row of a stored `shape` [..., R, L].
+
+    The same launch fills `zeros` (int32) with zeros.
+    """
     count = math.prod(shape[:-1])
     group = by_rows.row_groups(offs, count) if outer == "matrix" and offs is not None else None
     each = 1  # rows that share an amax
@@ -238,13 +251,16 @@ def row_decode_scales(
         each = shape[-2]
     rows = count if outer == "row" or group is not None or each > 1 else 1
     out = torch.empty(rows, dtype=torch.float32, device=amax.device)
+    cleared = 0 if zeros is None else zeros.numel()
     if rows and fmt.outer_max is not None:
-        decode_kernel.row_decode_scales[(cdiv(rows, 256),)](
+        decode_kernel.row_decode_scales[(cdiv(max(rows, cleared), 256),)](
             amax.contiguous().view(-1),
             group,
             out,
+            zeros,
             rows,
             each,
+            cleared,
             OUTER_MAX=fmt.outer_max,
             HAS_GROUP=group is not None,
             N=256,

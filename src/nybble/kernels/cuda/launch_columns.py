@@ -38,6 +38,8 @@ class Source:
     """int32 [T]: the row of the values or codes that each token is; its own where None."""
     factor: Tensor | None = None
     """FP32 [T]: what values are multiplied by, and rounded to their dtype."""
+    zeros: Tensor | None = None
+    """int32 zeros, one a whole column, that its amax may be found in."""
 
     @property
     def device(self) -> torch.device:
@@ -204,7 +206,9 @@ def measure_columns(source: Source, table: Tensor | None, offs: Tensor | None, w
     """int32 bits of the amax of whole columns: [lead, C], or [G, C] of groups."""
     lead, tokens, width = source.shape
     groups = lead if offs is None else offs.shape[0]
-    amax = torch.zeros(groups, width, dtype=torch.int32, device=source.device)
+    amax = source.zeros
+    if amax is None:
+        amax = torch.zeros(groups, width, dtype=torch.int32, device=source.device)
     count = cdiv(tokens, TILE) if offs is None else tokens // TILE + groups
     per_warp = 32 // (TILE // 8) * 8
     programs = cdiv(width, per_warp) * cdiv(count, warps) * lead

@@ -85,7 +85,8 @@ def fp8_columns_of_codes(
     tiles: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """See `fused.fp8_columns_of_codes`."""
-    source = _codes_source(codes, scales, amax, format, index)
+    zeros = torch.empty(offs.shape[0], codes.shape[1] * 2, dtype=torch.int32, device=codes.device)
+    source = _codes_source(codes, scales, amax, format, index, zeros)
     out, out_scales = launch_columns.quantize_columns(
         source, table.get("fp8-row"), source.shape[2], 0, None, offs, draw, tiles=tiles
     )
@@ -93,7 +94,12 @@ def fp8_columns_of_codes(
 
 
 def _codes_source(
-    codes: Tensor, scales: Tensor, amax: Tensor, format: str, index: Tensor | None
+    codes: Tensor,
+    scales: Tensor,
+    amax: Tensor,
+    format: str,
+    index: Tensor | None,
+    zeros: Tensor | None = None,
 ) -> launch_columns.Source:
     """NVFP4 codes of rows, whose outer scale is one a row."""
     width = codes.shape[1] * 2
@@ -101,6 +107,7 @@ def _codes_source(
         shape=(1, codes.shape[0] if index is None else index.shape[0], width),
         codes=codes,
         scales=scales,
-        s_dec=row_decode_scales(table.get(format), amax, "row", (codes.shape[0], width), None),
+        s_dec=row_decode_scales(table.get(format), amax, "row", (codes.shape[0], width), None, zeros),
         index=index,
+        zeros=zeros,
     )
