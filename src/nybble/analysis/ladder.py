@@ -175,40 +175,47 @@ def quantisers(x: Tensor, experts: int) -> Iterator[Rung]:
 
 
 def products(device: torch.device, rows: int, cols: int, experts: int) -> Iterator[Rung]:
-    """Products of experts: [rows, C] by [E, C, C] with C = cols / 4."""
+    """Products of experts: [rows, C] by [E, C, C] with C = cols / 4; on GPUs also more rows of less width."""
     width = max(cols // 4, 16)
     each = max(rows // experts // 32 * 32, 32)
-    tokens, operations = each * experts, 2.0 * each * experts * width * width
-    ends = torch.arange(1, experts + 1, dtype=torch.int32, device=device) * each
     if device.type != "cuda":
-        a, w = torch.randn(tokens, width), torch.randn(experts, width, width)
+        a, w = torch.randn(each * experts, width), torch.randn(experts, width, width)
         yield Rung(
             name=f"FP32 products of {experts} experts, {each} x {width} x {width}",
-            operations=operations,
+            operations=2.0 * each * experts * width * width,
             call=lambda: torch.bmm(a.view(experts, each, width), w),
         )
         return
+    yield from grouped_products(device, each, width, experts)
+    yield from grouped_products(device, 2 * each, max(width // 64 * 16, 16), 2 * experts)
+
+
+def grouped_products(device: torch.device, each: int, width: int, experts: int) -> Iterator[Rung]:
+    """Of `each` rows an expert and matrices [width, width], in BF16 and, on Hopper, in FP8."""
+    tokens = each * experts
+    ends = torch.arange(1, experts + 1, dtype=torch.int32, device=device) * each
     a = torch.randn(tokens, width, device=device, dtype=torch.bfloat16)
     w = torch.randn(experts, width, width, device=device, dtype=torch.bfloat16)
-    rows_name, groups_name = "bf16 grouped_mm, rows", "bf16 grouped_mm, contraction"
+    rows_name, groups_name = (f"bf16 grouped_mm, {what}, {width} wide" for what in ("rows", "contraction"))
     grouped = torch.nn.functional.grouped_mm
-    yield Rung(name=rows_name, operations=operations, call=lambda: grouped(a, w.transpose(1, 2), offs=ends))
-    yield Rung(name=groups_name, operations=operations, call=lambda: grouped(a.t(), a, offs=ends))
+
+    def rung(name: str, call: Call, bf16: str = "") -> Rung:
+        return Rung(name=name, operations=2.0 * tokens * width * width, call=call, bf16=bf16)
+
+    yield rung(rows_name, lambda: grouped(a, w.transpose(1, 2), offs=ends))
+    yield rung(groups_name, lambda: grouped(a.t(), a, offs=ends))
     if hopper.can_run(device) is not None:
         return
     codes = hopper.row_scaled(*ops.quantize(a, "fp8-row")[:2])
     weights = hopper.row_scaled(*ops.quantize(w, "fp8-row")[:2])
-    yield Rung(
-        name="fp8-row grouped product, rows",
-        operations=operations,
-        call=lambda: hopper.product_of_rows(codes, weights, ends),
-        bf16=rows_name,
-    )
+    pair = (codes.codes, codes.scales, weights.codes, weights.scales)
+    name = f"fp8-row grouped product, rows, {width} wide"
+    yield rung(name, lambda: hopper.product_of_rows(codes, weights, ends), rows_name)
+    yield rung(f"{name}, by torch", lambda: hopper.torch_rows(*pair, ends), rows_name)
     stored, scales = fused.fp8_columns(a, "nearest", None, 0, 0, None, ends)
-    held = hopper.row_scaled(stored, scales, fused.token_tiles(ends, a.shape[0])[1])
-    yield Rung(
-        name="fp8-row grouped product, contraction",
-        operations=operations,
-        call=lambda: hopper.product_of_groups(held, held),
-        bf16=groups_name,
-    )
+    stops = fused.token_tiles(ends, tokens)[1]
+    held = hopper.row_scaled(stored, scales, stops)
+    same = (held.codes, held.scales) * 2
+    name = f"fp8-row grouped product, contraction, {width} wide"
+    yield rung(name, lambda: hopper.product_of_groups(held, held), groups_name)
+    yield rung(f"{name}, by torch", lambda: hopper.torch_groups(*same, stops, torch.bfloat16), groups_name)
