@@ -189,12 +189,14 @@ def test_a_run_that_fails_is_named_and_the_others_are_made(
     original = start.pretrain
 
     def pretrain(config: Any, **how: Any) -> int:
-        if (config.recipe, config.seed) == ("mxfp8", 0):
+        if (config.recipe, config.seed) == ("mxfp8", 0) or "none" in config.out.parts:
             raise RuntimeError("CUDA error: out of memory\nand more lines")
         return original(config, **how)
 
     monkeypatch.setattr(start, "pretrain", pretrain)
     flags = ["--questions", "0", "--lengths", "", "--steps", "2"]
+    assert main(words(data, tmp_path / "none", *flags)) == 1
+    assert capsys.readouterr().err.startswith("error: 4 of 4 runs failed (micro bf16 seed 0, ")
     assert main(words(data, tmp_path / "out", *flags)) == 1
     out, error = capsys.readouterr()
     assert "micro mxfp8 seed 0: failed: RuntimeError: CUDA error: out of memory (all of it in " in out

@@ -140,7 +140,8 @@ def main(arguments: list[str]) -> int:
             _write_lines(config.out, done.values())
 
         failed = run_all(left, jobs, made)
-    print(write_report(config, tasks))
+    if not failed or any(task.summary() is not None for task in tasks):
+        print(write_report(config, tasks))
     if failed:
         names = ", ".join(task.name for task in failed[:3]) + (", ..." if len(failed) > 3 else "")
         raise NybbleError(

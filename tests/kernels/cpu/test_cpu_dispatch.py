@@ -1,5 +1,7 @@
 """Which implementation runs, how the reference is forced, and how kernels are cached."""
 
+import errno
+import os
 import subprocess
 import sys
 from typing import Any
@@ -63,6 +65,25 @@ def test_importing_kernels_does_not_import_numba() -> None:
 def test_cache_follows_all_sources() -> None:
     """A kernel's stamp covers the helpers that it links, so that none runs with a helper of yesterday."""
     assert tiles.quantize_tiles.function._cache._cache_file._source_stamp == jit.source_digest()
+
+
+def test_a_full_disk_keeps_no_kernel_from_running(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(numba.core.caching.IndexDataCacheFile, "save", full)
+
+    def mark(first: int, last: int, out: Any) -> None:
+        for i in range(first, last):
+            out[i] -= i
+
+    out = np.ones(3)
+    jit.kernel(mark)(0, 3, out)
+    assert out.tolist() == [1.0, 0.0, -1.0]
+    assert "compiled kernels cannot be kept in /" in caplog.text
+    assert "No space left on device" in caplog.text
 
 
 def test_kernels_compile_where_nothing_can_be_cached(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """How kernels are compiled: lazily, without the interpreter lock, cached on disk where a folder allows."""
 
 import hashlib
+import logging
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -10,6 +11,8 @@ from numba import intp, njit, typeof
 from numba._dispatcher import compute_fingerprint
 
 from nybble.kernels.cpu import crew
+
+_log = logging.getLogger(__name__)
 
 INSIDE: dict[str, Any] = {
     "error_model": "numpy",
@@ -96,7 +99,21 @@ def compiled(function: Callable[..., Any], stamp: bytes, **options: Any) -> Any:
     index = getattr(made._cache, "_cache_file", None)
     if index is not None and hasattr(index, "_source_stamp"):
         index._source_stamp = stamp
+    save = made._cache.save_overload
+
+    def save_where_it_fits(signature: Any, result: Any) -> None:
+        try:
+            save(signature, result)
+        except OSError as error:  # the kernel itself is there
+            _not_kept(str(error.strerror), str(getattr(index, "_cache_path", "")))
+
+    made._cache.save_overload = save_where_it_fits
     return made
+
+
+@cache
+def _not_kept(why: str, folder: str) -> None:
+    _log.warning("compiled kernels cannot be kept in %s: %s", folder, why)
 
 
 def helper(function: Callable[..., Any]) -> Any:
