@@ -3,10 +3,10 @@
 import expert_cases
 import pytest
 import torch
-from cuda_cases import moved
+from cuda_cases import hostile, moved, requantized, stochastic
 from torch import nn
 
-from nybble.kernels import fused, hopper
+from nybble.kernels import direct, fused, hopper
 from nybble.layers import convert, set_step
 from nybble.models.inkling2.experts import SoftcappedSwiGLU
 
@@ -34,6 +34,14 @@ def test_passes_equal_their_specification(part, T, k, width):
 def test_gradients_in_codes_of_rows_that_no_program_holds():
     calls = expert_cases.calls(T=40, k=2, E=3, width=4112)
     agree([(op, args) for op, args in calls if op == "swiglu_backward_fp8"])
+
+
+@pytest.mark.parametrize("matrices", [3, 32])
+def test_columns_of_matrices_equal_the_reference(matrices):
+    """Few matrices take two kernels, many one whose programs hold whole columns."""
+    w = hostile(matrices * 100, 264).view(matrices, 100, 264)
+    call = requantized(w, "nvfp4", "matrix", "fp8-row", stochastic())
+    assert call.wrong(direct, "cuda") == []
 
 
 class Experts(nn.Module):

@@ -35,6 +35,7 @@ def finish_e4m3(
     column,
     inside,
     lead,
+    tiles,
     columns,
     blocks,
     codes_ptr,
@@ -49,7 +50,7 @@ def finish_e4m3(
     W: tl.constexpr,
     ASM: tl.constexpr,
 ):
-    """Round to E4M3 and store."""
+    """Round to E4M3 and store; they are the W tiles number `tiles` of their columns."""
     LANES: tl.constexpr = BLOCK // 8
     K: tl.constexpr = 32 // LANES
     halves = ()
@@ -73,7 +74,7 @@ def finish_e4m3(
             pairs = pairs + (tl.join(halves[j], halves[8 + j]),)
         t = tl.reshape(join8(pairs), (W, LANES, K, 2, 8))
         t = tl.reshape(tl.permute(t, (2, 4, 0, 1, 3)), (K * 8, W * LANES * 2))
-        store_transposed(codes_ptr, t, lead, columns, blocks * (BLOCK // 4), K * 8, W * LANES * 2)
+        store_transposed(codes_ptr, t, lead, tiles, columns, blocks * (BLOCK // 4), K * 8, W * LANES * 2)
 
 
 @triton.jit
@@ -171,6 +172,7 @@ def finish_e2m1(
     column,
     inside,
     lead,
+    tiles,
     columns,
     blocks,
     codes_ptr,
@@ -184,7 +186,7 @@ def finish_e2m1(
     W: tl.constexpr,
     ASM: tl.constexpr,
 ):
-    """Round to E2M1 and store."""
+    """Round to E2M1 and store, likewise."""
     LANES: tl.constexpr = BLOCK // 8
     K: tl.constexpr = 32 // LANES
     words = ()
@@ -219,13 +221,15 @@ def finish_e2m1(
             out = out + (tl.where(bads[j], 0, words[j]).to(tl.uint32),)
         t = tl.reshape(join8(out), (W, LANES, K, 8))
         t = tl.reshape(tl.permute(t, (2, 3, 0, 1)), (K * 8, W * LANES))
-        store_transposed(codes_ptr, t, lead, columns, blocks * (BLOCK // 8), K * 8, W * LANES)
+        store_transposed(codes_ptr, t, lead, tiles, columns, blocks * (BLOCK // 8), K * 8, W * LANES)
 
 
 @triton.jit
-def store_transposed(codes_ptr, words, lead, columns, per_row, COLUMNS: tl.constexpr, WORDS: tl.constexpr):
-    """uint32 [COLUMNS, WORDS] of a tile to int32 [lead, C, per_row]."""
+def store_transposed(
+    codes_ptr, words, lead, tiles, columns, per_row, COLUMNS: tl.constexpr, WORDS: tl.constexpr
+):
+    """uint32 [COLUMNS, WORDS], the `tiles` of a column, to int32 [lead, C, per_row]."""
     c = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[:, None]
-    w = tl.program_id(1) * WORDS + tl.arange(0, WORDS)[None, :]
+    w = tiles * WORDS + tl.arange(0, WORDS)[None, :]
     at = (lead * columns + c) * per_row + w
     tl.store(codes_ptr + at, words.to(tl.int32, bitcast=True), mask=(c < columns) & (w < per_row))

@@ -15,8 +15,10 @@ from nybble.kernels.cuda import launch_columns as by_columns
 from nybble.kernels.cuda import launch_eden as by_runs
 from nybble.kernels.cuda import launch_rows as by_rows
 from nybble.kernels.cuda import launch_squares as by_squares
+from nybble.kernels.cuda.column_source import Source, as_source
 from nybble.kernels.cuda.jit import cdiv
 from nybble.kernels.cuda.launch_rows import Draw
+from nybble.kernels.cuda.launch_whole_columns import holds_columns
 
 OUTER_NONE, OUTER_ROW, OUTER_GIVEN = 0, 1, 2
 PER_FEATURE, PER_LEAD, PER_GROUP, ONE = 1, 2, 3, 4
@@ -126,7 +128,7 @@ def _row_group(job: Job, device: torch.device) -> Tensor:
 
 def _columns(job: Job, x: Tensor) -> tuple[Tensor, ...]:
     fmt, (lead, height, width) = job.fmt, job.matrices
-    source = by_columns.as_source(x.reshape(lead, height, width))
+    source = as_source(x.reshape(lead, height, width))
     amax = torch.empty(job.amax_shape, dtype=torch.float32, device=x.device)
     amax_read, mode = None, OUTER_NONE
     if fmt.two_level:
@@ -204,15 +206,14 @@ def cut(job: Job, codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
     return codes, scales[:, :width].contiguous().view(blocks.scale_shape(job.fmt, stored))
 
 
-def coded_source(
-    codes: Tensor, scales: Tensor, amax: Tensor, fmt: Format, outer: str, job: Job
-) -> by_columns.Source:
+def coded_source(codes: Tensor, scales: Tensor, amax: Tensor, fmt: Format, outer: str, job: Job) -> Source:
     """NVFP4 codes along -1 as the column kernels read them."""
-    groups = job.matrices[0] if job.offs is None else job.offs.shape[0]
+    lead, _, width = job.matrices
+    groups = lead if job.offs is None else job.offs.shape[0]
     zeros = None
-    if job.fmt.block_cols is None:
+    if job.fmt.block_cols is None and (job.offs is not None or not holds_columns(lead, width)):
         zeros = torch.empty(groups, job.shape[-1], dtype=torch.int32, device=codes.device)
-    return by_columns.Source(
+    return Source(
         shape=job.matrices,
         codes=codes.contiguous(),
         scales=scales.contiguous(),

@@ -143,10 +143,11 @@ def launch_rows_and_columns(
     from nybble.kernels.cuda import both as kernel
     from nybble.kernels.cuda import launch_columns as by_columns
     from nybble.kernels.cuda import launch_decode
+    from nybble.kernels.cuda.column_source import as_source
     from nybble.kernels.cuda.jit import cdiv, use_asm
     from nybble.kernels.cuda.launch_rows import SCALES
 
-    source = by_columns.as_source(x)
+    source = as_source(x)
     assert source.x is not None
     _, tokens, width = source.shape
     tokens = tokens if index is None else index.shape[0]

@@ -1,85 +1,19 @@
 """Launches of `columns.py`: sources described, token groups looked up, outputs padded to whole blocks."""
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from nybble.formats import blocks
 from nybble.formats.table import Format
-from nybble.kernels.cuda import column_amax, launch_decode, sources
 from nybble.kernels.cuda import columns as column_kernel
 from nybble.kernels.cuda import groups as group_kernel
+from nybble.kernels.cuda import launch_decode
+from nybble.kernels.cuda.column_source import TILE, Source
 from nybble.kernels.cuda.jit import cdiv, use_asm
-from nybble.kernels.cuda.launch_rows import ENOUGH_PROGRAMS, GRID_LIMIT, SCALES, Draw, pow2
+from nybble.kernels.cuda.launch_rows import GRID_LIMIT, SCALES, Draw, pow2
+from nybble.kernels.cuda.launch_whole_columns import holds_columns, measure_columns, quantize_whole_columns
 
 WARPS = 4
-TILE = 32
-"""Tokens of a tile of whole columns, and what their groups begin at a multiple of."""
-AMAX_LOOPS = 4
-"""Tiles that a warp goes through at most for the amax of columns."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Source:
-    """What is quantised along its tokens: values [lead, T, C], or NVFP4 codes of such."""
-
-    shape: tuple[int, int, int]
-    """Logical, (lead, T, C); C is a multiple of 8."""
-    x: Tensor | None = None
-    """[lead, T, C] with unit stride along C, BF16 or FP32, 16-byte aligned."""
-    codes: Tensor | None = None
-    scales: Tensor | None = None
-    s_dec: Tensor | None = None
-    """FP32, one, or one for each of the lead * T rows."""
-    scale_rows: int = 1
-    """Rows that share a block scale."""
-    index: Tensor | None = None
-    """int32 [T]: the row of the values or codes that each token is; its own where None."""
-    factor: Tensor | None = None
-    """FP32 [T]: what values are multiplied by, and rounded to their dtype."""
-    zeros: Tensor | None = None
-    """int32 zeros, one a whole column, that its amax may be found in."""
-
-    @property
-    def device(self) -> torch.device:
-        """Where it lives."""
-        some = self.x if self.x is not None else self.codes
-        assert some is not None
-        return some.device
-
-    @property
-    def kind(self) -> int:
-        """The kernels' SOURCE."""
-        if self.x is None:
-            return sources.NVFP4.value
-        return (sources.BF16 if self.x.dtype == torch.bfloat16 else sources.FP32).value
-
-    @property
-    def pointer(self) -> Tensor | None:
-        """x as the kernel gets it."""
-        return self.x.view(torch.int32) if self.x is not None and self.x.dtype == torch.bfloat16 else self.x
-
-
-def as_source(x: Tensor) -> Source:
-    """x [T, C] or [lead, T, C], copied only where its layout or its last columns need it."""
-    if x.dtype == torch.float16:
-        x = x.to(torch.float32)
-    x = x.unsqueeze(0) if x.dim() == 2 else x
-    columns = x.shape[-1]
-    align = 16 // x.element_size()
-    fits = (
-        columns % 8 == 0
-        and x.stride(-1) == 1
-        and x.stride(0) % align == 0
-        and x.stride(1) % align == 0
-        and x.data_ptr() % 16 == 0
-    )
-    if not fits:
-        copy = x.new_zeros(*x.shape[:-1], cdiv(columns, 8) * 8)
-        copy[..., :columns] = x
-        x = copy
-    return Source(shape=(x.shape[0], x.shape[1], x.shape[2]), x=x)
 
 
 def block_table(offs: Tensor, count: int, block: int, least: int = 0, ends: Tensor | None = None) -> Tensor:
@@ -125,6 +59,8 @@ def quantize_columns(
     """
     lead, tokens, width = source.shape
     whole = fmt.block_cols is None
+    if whole and offs is None and dtype is None and holds_columns(lead, width):
+        return quantize_whole_columns(source, columns, draw)
     block = fmt.block_cols or TILE
     count = cdiv(tokens, block) if offs is None else tokens // block + offs.shape[0]
     device = source.device
@@ -141,7 +77,7 @@ def quantize_columns(
     else:
         values = torch.empty(lead, tokens, width, dtype=dtype, device=device)
     if whole and amax is None:
-        amax = measure_columns(source, table, offs, warps)
+        amax = measure_columns(source, table, offs)
     if values is not None and offs is not None and clear_tail:
         launch_decode.zero_tail(values, offs)
     per_warp = 32 // (block // 8) * 8
@@ -200,47 +136,6 @@ def quantize_columns(
     assert codes is not None
     assert scales is not None
     return codes, scales
-
-
-def measure_columns(source: Source, table: Tensor | None, offs: Tensor | None, warps: int) -> Tensor:
-    """int32 bits of the amax of whole columns: [lead, C], or [G, C] of groups."""
-    lead, tokens, width = source.shape
-    groups = lead if offs is None else offs.shape[0]
-    amax = source.zeros
-    if amax is None:
-        amax = torch.zeros(groups, width, dtype=torch.int32, device=source.device)
-    count = cdiv(tokens, TILE) if offs is None else tokens // TILE + groups
-    per_warp = 32 // (TILE // 8) * 8
-    programs = cdiv(width, per_warp) * cdiv(count, warps) * lead
-    loops = min(AMAX_LOOPS, pow2(programs // ENOUGH_PROGRAMS))
-    if count and width:
-        column_amax.column_amax[(cdiv(width, per_warp), cdiv(count, warps * loops), lead)](
-            source.pointer,
-            None if source.codes is None else source.codes.view(torch.int32),
-            source.scales,
-            source.s_dec,
-            amax,
-            *((None,) * 3 if table is None else table),
-            source.index,
-            source.factor,
-            0 if source.x is None else source.x.stride(1),
-            0 if source.x is None else source.x.stride(0),
-            width,
-            tokens,
-            count,
-            SOURCE=source.kind,
-            SDEC_ROWS=source.s_dec is not None and source.s_dec.numel() != 1,
-            SCALE_ROWS=source.scale_rows,
-            HAS_INDEX=source.index is not None,
-            HAS_FACTOR=source.factor is not None,
-            GROUPED=offs is not None,
-            LOOPS=loops,
-            W=warps,
-            ASM=use_asm(source.device),
-            num_warps=warps,
-            enable_fp_fusion=False,
-        )
-    return amax
 
 
 def too_many(lead: int, tokens: int, block: int, groups: int) -> str | None:

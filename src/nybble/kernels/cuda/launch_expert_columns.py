@@ -7,8 +7,8 @@ from torch import Tensor
 
 from nybble.formats import table
 from nybble.kernels.cuda import launch_both, launch_columns
+from nybble.kernels.cuda.column_source import TILE, Source, as_source
 from nybble.kernels.cuda.jobs import row_decode_scales
-from nybble.kernels.cuda.launch_columns import TILE
 from nybble.kernels.cuda.launch_rows import Draw
 
 
@@ -64,7 +64,7 @@ def fp8_columns(
 ) -> tuple[Tensor, Tensor]:
     """See `fused.fp8_columns`."""
     width = x.shape[1]
-    source = launch_columns.as_source(x)
+    source = as_source(x)
     rows = source.shape[1] if index is None else index.shape[0]
     source = replace(source, shape=(1, rows, source.shape[2]), index=index, factor=factor)
     amax = None if amax is None else amax.view(torch.int32)
@@ -100,10 +100,10 @@ def _codes_source(
     format: str,
     index: Tensor | None,
     zeros: Tensor | None = None,
-) -> launch_columns.Source:
+) -> Source:
     """NVFP4 codes of rows, whose outer scale is one a row."""
     width = codes.shape[1] * 2
-    return launch_columns.Source(
+    return Source(
         shape=(1, codes.shape[0] if index is None else index.shape[0], width),
         codes=codes,
         scales=scales,

@@ -6,9 +6,11 @@ from torch import Tensor
 from nybble.formats import table
 from nybble.kernels.cuda import front, launch_columns
 from nybble.kernels.cuda import swiglu_gradients as kernel
+from nybble.kernels.cuda.column_source import TILE, as_source
 from nybble.kernels.cuda.jit import cdiv, multiprocessors, use_asm
 from nybble.kernels.cuda.launch_experts import as_pairs
 from nybble.kernels.cuda.launch_rows import pow2
+from nybble.kernels.cuda.launch_whole_columns import measure_columns
 
 WHOLE_ROW = 512
 """Units of eight elements that a program holds of a row."""
@@ -91,10 +93,9 @@ def swiglu_backward_fp8(
             gate_up, factor, g, g_factor, weights, order, ends, gate_cap, up_cap, h, format, True
         )
         codes, scales, _ = front.quantize(d, "fp8-row", -1)
-        source = launch_columns.as_source(d)
-        count = R // launch_columns.TILE + ends.shape[0]
-        tiles = launch_columns.block_table(ends, count, launch_columns.TILE, 1)
-        amax = launch_columns.measure_columns(source, tiles, ends, launch_columns.WARPS)
+        source = as_source(d)
+        tiles = launch_columns.block_table(ends, R // TILE + ends.shape[0], TILE, 1)
+        amax = measure_columns(source, tiles, ends)
         return d, codes, scales.squeeze(-1), amax.view(torch.float32), dots
     d = torch.empty_like(gate_up)
     codes = torch.empty(R, 2 * width, dtype=torch.uint8, device=device)

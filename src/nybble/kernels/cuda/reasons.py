@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from nybble.formats.table import Format
-from nybble.kernels.cuda.launch_columns import TILE, too_many
+from nybble.kernels.cuda.column_source import TILE
+from nybble.kernels.cuda.launch_columns import too_many
 
 
 @cache
