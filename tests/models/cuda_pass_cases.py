@@ -15,6 +15,7 @@ from torch import Tensor
 from nybble.models import Inkling2ForCausalLM, presets
 from nybble.models.context import document_starts, same_document
 from nybble.models.conv import causal_conv
+from nybble.models.cuda import blocks as finished
 from nybble.models.cuda import conv, conv_dynamic, gate, head, mix, norms, router, tiles
 from nybble.models.inkling2 import attention
 from nybble.models.inkling2.conv import plain_dynamic_convolution, plain_taps
@@ -82,16 +83,25 @@ def mixtures() -> None:
     for n, m, running in ((1, 1, torch.float32), (3, 2, torch.float32), (1, 2, BF16)):
         scales = [torch.randn(H) for _ in range(n)]
         query, last = torch.randn(n, H), torch.randn(2, 14, H).to(running)
-        blocks = [torch.randn(2, 14, H) for _ in range(m)]
+        blocks = [torch.randn(2, 14, H).to(running) for _ in range(m)]
         copies = (2, 1, 3)[:n] if running == torch.float32 else (1,)
 
-        def got(query, last, *rest, copies=copies, dtype=running):
-            return mix.Mix.apply(EPS, 1e-5, copies, dtype, query, last, *rest)
+        def got(query, last, *rest, n=n, copies=copies, dtype=running):
+            whole = [x.detach() for x in rest[n:]]
+            stand_ins = [finished.StandIn.apply(x, EPS) for x in rest[n:]]
+            ys = ()
+            for _ in range(2):
+                some = mix.Mix.apply(EPS, 1e-5, copies, dtype, query, last, *rest[:n], *whole, *stand_ins)
+                last, *stand_ins = some[sum(copies) :]
+                ys = (*ys, *some[: sum(copies)])
+            return *ys, last
 
         def want(query, last, *rest, n=n, copies=copies, dtype=running):
-            mixed = plain_mix(last.float(), query * H**-0.5, rest[n:])
-            ys = [plain_rms_norm(y, w, 1e-5).to(dtype) for y, w in zip(mixed, rest[:n], strict=True)]
-            return *(y for y, c in zip(ys, copies, strict=True) for _ in range(c)), last, *rest[n:]
+            normed = tuple(plain_rms_norm(x, None, EPS) for x in rest[n:])
+            mixed = plain_mix(last.float(), query * H**-0.5, normed)
+            normed = [plain_rms_norm(y, w, 1e-5) for y, w in zip(mixed, rest[:n], strict=True)]
+            times = [y for y, c in zip(normed, copies, strict=True) for _ in range(c)]
+            return *(y.to(dtype) for y in (*times, *times)), last
 
         compare(got, want, query, last, *scales, *blocks)
 
@@ -225,6 +235,8 @@ def run(check: Callable[[], None]) -> None:
         patch.object(conv, "PARTS", 3),
         patch.object(tiles, "PARTS", 9),
         patch.object(norms, "HEAD_PARTS", 9),
+        patch.multiple(mix, FEW=9, MANY=9),
+        patch.object(finished, "MOST", 3),
     ):
         check()
 

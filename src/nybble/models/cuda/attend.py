@@ -5,7 +5,6 @@ give the same bits: no kernel adds by atomics. Legend: B sequences, S tokens, H 
 size, R weights of the profiles `proj` [R, extent].
 """
 
-import math
 from dataclasses import dataclass
 from functools import cache
 
@@ -16,6 +15,8 @@ from torch import Tensor
 from nybble.kernels.cuda.jit import cdiv
 from nybble.kernels.cuda.reasons import device as device_reason
 from nybble.models.cuda import attend_backward, attend_forward
+from nybble.models.cuda.skew import fill_bank
+from nybble.models.cuda.sums import add
 from nybble.models.documents import Documents
 
 
@@ -56,8 +57,8 @@ def bank_of(proj: Tensor, T: int, dtype: torch.dtype) -> Tensor:
     """`proj` [R, extent] for scores in base 2, in chunks of T distances, [chunks * T, RP]; see `skew`."""
     R, extent = proj.shape
     chunks = cdiv(extent - 1, T) + 2
-    bank = torch.zeros(chunks * T, _padded(R), dtype=dtype, device=proj.device)
-    torch.mul(proj.detach().T, math.log2(math.e), out=bank[T - 1 : T - 1 + extent, :R])
+    bank = torch.empty(chunks * T, _padded(R), dtype=dtype, device=proj.device)
+    fill_bank[(chunks,)](proj, bank, extent, *proj.stride(), T, R, bank.shape[1])
     return bank
 
 
@@ -106,14 +107,16 @@ def backward(
     T, tiles = tile.tokens, cdiv(S, tile.tokens)
     bank = bank_of(proj, T, q.dtype)
     RP, chunks = bank.shape[1], bank.shape[0] // T
-    partial = torch.empty(tiles * B * H, (chunks - 1) * T, RP, dtype=torch.float32, device=q.device)
+    partial = torch.empty(1, tiles * B * H, (chunks - 1) * T, RP, dtype=torch.float32, device=q.device)
     attend_backward.queries[B * H, tiles](
         q, k, v, rel, bank, sink, segments, first, out, lse, dout, dq, drel, dsink, delta, partial,
         S, H, H // h, T, chunks, window or S,
         *strides, *sink.stride(), *dout.stride()[:3], scale,
         T, D, R, RP, _far(S, window, bank.shape[0] // T, T), documents is not None, **tile.options(),
     )  # fmt: skip
-    dproj = partial.sum(0)[T - 1 : T - 1 + extent, :R].T.to(proj.dtype, memory_format=torch.contiguous_format)
+    dproj = add(partial)[0][T - 1 : T - 1 + extent, :R].T.to(
+        proj.dtype, memory_format=torch.contiguous_format
+    )
 
     tile = key_tile or KEYS[D]
     if tile.tokens != T:

@@ -10,9 +10,7 @@ order), `keys` owns tiles of keys of a key head (dk and dv, over the heads of th
 import triton
 import triton.language as tl
 
-from nybble.models.cuda.skew import by_distance, chunk, put_rows, rows, turn, wall
-
-LOG2E = tl.constexpr(1.4426950408889634)
+from nybble.models.cuda.skew import LOG2E, by_distance, chunk, put_rows, rows, turn, wall
 
 
 @triton.jit

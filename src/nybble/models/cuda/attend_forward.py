@@ -11,9 +11,7 @@ Legend: B sequences, S tokens, H heads, G of them a key head, D head size, R wei
 import triton
 import triton.language as tl
 
-from nybble.models.cuda.skew import by_distance, chunk, put_rows, rows, turn
-
-LOG2E = tl.constexpr(1.4426950408889634)
+from nybble.models.cuda.skew import LOG2E, by_distance, chunk, put_rows, rows, turn
 
 
 @triton.jit

@@ -13,8 +13,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nybble.models.cuda.conv import COLUMNS, PARTS, pushed, row, walks
+from nybble.models.cuda.conv import backward, onward, pushed, row, walks
+from nybble.models.cuda.sums import add
 from nybble.models.cuda.tiles import empty_like
+
+PARTS = 512
+COLUMNS = 256
+"""Channels of a program, a warp: eight a thread."""
 
 
 @triton.jit
@@ -38,13 +43,14 @@ def dynamic_conv_forward(
     here, c = (h < heads) & (d < D), h * D + d
     static = _static(static_ptr, c, here, C, K)
     first = tl.program_id(0).to(tl.int64) * EACH
+    position = (first % S).to(tl.int32)
     past = ()
     for lag in tl.static_range(1, K):
         past = past + (row(x_ptr, first - lag, (first >= lag) & (first < T) & here, c, C),)
     for step in range(EACH):
         t = first + step
         inside = t < T
-        reach = t % S
+        reach = position
         if STARTS:
             reach -= tl.maximum(tl.load(start_ptr + t, mask=inside, other=0), 0)
         x = row(x_ptr, t, inside & here, c, C)
@@ -55,6 +61,7 @@ def dynamic_conv_forward(
             tap = static[lag] + tl.load(at + lag, mask=own, other=0.0).to(tl.float32)
             y += tl.where(reach >= lag, past[lag - 1], 0.0) * tap
         tl.store(y_ptr + t * C + c, (y * unit).to(y_ptr.dtype.element_ty), mask=inside & here)
+        position = onward(position, S)
         if K > 1:
             past = pushed((x,), past)
 
@@ -72,6 +79,7 @@ def dynamic_conv_backward(
     here, c = (h < heads) & (d < D), h * D + d
     static = _static(static_ptr, c, here, C, K)
     last = (tl.program_id(0).to(tl.int64) + 1) * EACH - 1
+    position = (last % S).to(tl.int32)
     later = ()
     sums = (tl.zeros((BH, BD), tl.float32),)
     for lag in tl.static_range(1, K):
@@ -90,9 +98,9 @@ def dynamic_conv_backward(
         part = tl.sum(product, 1, keep_dims=True)
         tl.store(ddynamic_ptr + at, part.to(ddynamic_ptr.dtype.element_ty), mask=own)
         for lag in tl.static_range(1, K):
-            sees = inside & (t % S + lag < S)  # whether the token `lag` behind saw this one
+            sees = inside & (position + lag < S)  # whether the token `lag` behind saw this one
             if STARTS:
-                sees = sees & (t % S >= tl.load(start_ptr + t + lag, mask=sees, other=0))
+                sees = sees & (position >= tl.load(start_ptr + t + lag, mask=sees, other=0))
             at = ((t + lag) * heads + h) * K + lag
             own = sees & (h < heads)
             g = tl.where(sees, later[lag - 1], 0.0)
@@ -103,6 +111,7 @@ def dynamic_conv_backward(
             tl.store(ddynamic_ptr + at, part.to(ddynamic_ptr.dtype.element_ty), mask=own)
         sums = more
         tl.store(dx_ptr + t * C + c, dx.to(dx_ptr.dtype.element_ty), mask=inside & here)
+        position = backward(position, S)
         if K > 1:
             later = pushed((dy,), later)
     for lag in tl.static_range(K):
@@ -133,14 +142,14 @@ class DynamicConv(torch.autograd.Function):
         dx, sizes = empty_like(x), _sizes(x, static, dynamic)
         ddynamic = torch.zeros_like(dynamic)  # taps that reach too far back have no gradient
         programs, each = walks(x.shape[0] * x.shape[1], 2 * PARTS)
-        sums = torch.empty(programs, *static.shape, dtype=torch.float32, device=x.device)
+        sums = torch.empty(1, programs, *static.shape, dtype=torch.float32, device=x.device)
         if x.numel():
             BH, BD = _tile(*sizes[3:5])
             dynamic_conv_backward[(programs, triton.cdiv(sizes[3], BH))](
                 dy.contiguous(), x, static, dynamic, starts, dx, sums, ddynamic, *sizes,
                 starts is not None, each, BH, BD, num_warps=1,
             )  # fmt: skip
-        return dx, sums.sum(0).to(static.dtype), ddynamic, None
+        return dx, add(sums, static.dtype)[0], ddynamic, None
 
 
 def _sizes(x: Tensor, static: Tensor, dynamic: Tensor) -> tuple[int, int, float, int, int, int]:

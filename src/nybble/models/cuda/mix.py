@@ -1,9 +1,10 @@
 """Attention residuals and the norms behind them: n queries mix m finished blocks and the running one.
 
-Legend: T tokens, H hidden, s sources: m normalised blocks, then the running block, normalised here.
+Legend: T tokens, H hidden, m sources: the finished blocks, then the running one, each RMS-normalised here.
     score[i, j] = <source_j, query_i> / sqrt(H)      weight[i] = softmax over j of score[i]
     y_i = norm_i(sum_j weight[i, j] source_j)        norm_i: RMS norm with a learned scale
-The backward pass computes all of it again from the sources; it reads and writes each of them once.
+The backward pass computes all of it again from the sources; it reads and writes each of them once. All sums
+over features that it needs follow from products of what it reads, so that these are added in one round.
 """
 # mypy: ignore-errors
 # ruff: noqa: RUF005 -- Triton adds tuples but does not unpack them
@@ -16,42 +17,60 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nybble.models.cuda.blocks import Term, gradient
+from nybble.models.cuda.sums import add
 from nybble.models.cuda.tiles import dense, empty_like, load_sum, parts, tile
+
+FEW, MANY = 1584, 1056
+"""Most warps that share out the sums over tokens, with two sources and with more, which take more registers:
+as many as an H200 holds at once."""
+
+STAGES = 3
+"""Rows that a program has on their way or at hand: it computes one while the next comes."""
 
 
 @triton.jit
 def _sources(pointers, at, mask, H: tl.constexpr, eps):
-    """(the sources, normalised; the reciprocal root of the running one [rows, 1])."""
+    """The sources, normalised."""
     out = ()
-    rstd = 0.0
     for j in tl.static_range(len(pointers)):
         x = tl.load(pointers[j] + at, mask=mask, other=0.0).to(tl.float32)
-        if j == len(pointers) - 1:
-            rstd = tl.rsqrt(tl.sum(x * x, 1, keep_dims=True) / H + eps)
-            x = x * rstd
-        out = out + (x,)
-    return out, rstd
+        out = out + (x * tl.rsqrt(tl.sum(x * x, 1, keep_dims=True) / H + eps),)
+    return out
 
 
 @triton.jit
-def _weights(sources, query):
-    """Softmax over sources of their products with `query` [1, H], each [rows, 1]."""
-    scores = ()
-    largest = tl.sum(sources[0] * query, 1, keep_dims=True)
-    scores = scores + (largest,)
-    for j in tl.static_range(1, len(sources)):
-        score = tl.sum(sources[j] * query, 1, keep_dims=True)
-        scores = scores + (score,)
-        largest = tl.maximum(largest, score)
+def _softmax(scores):
+    """Weights, each [rows, 1]."""
+    largest = scores[0]
+    for j in tl.static_range(1, len(scores)):
+        largest = tl.maximum(largest, scores[j])
     total = tl.zeros_like(largest)
     raised = ()
-    for j in tl.static_range(len(sources)):
+    for j in tl.static_range(len(scores)):
         e = tl.exp(scores[j] - largest)
         raised = raised + (e,)
         total += e
     out = ()
-    for j in tl.static_range(len(sources)):
+    for j in tl.static_range(len(scores)):
         out = out + (raised[j] / total,)
+    return out
+
+
+@triton.jit
+def _along(xs, y):
+    """Products of each x with y, each [rows, 1]."""
+    out = ()
+    for j in tl.static_range(len(xs)):
+        out = out + (tl.sum(xs[j] * y, 1, keep_dims=True),)
+    return out
+
+
+@triton.jit
+def _times(values, factors):
+    out = ()
+    for j in tl.static_range(len(values)):
+        out = out + (values[j] * factors[j],)
     return out
 
 
@@ -73,10 +92,10 @@ def mix_forward(
     h = tl.arange(0, BH)[None, :]
     mask = (t < T)[:, None] & (h < H)
     at = t[:, None] * H + h
-    sources, _ = _sources(source_ptrs, at, mask, H, eps)
+    sources = _sources(source_ptrs, at, mask, H, eps)
     for i in tl.static_range(len(y_ptrs)):
         query = tl.load(query_ptr + i * H + h, mask=h < H, other=0.0).to(tl.float32) * root
-        out = _mixed(sources, _weights(sources, query))
+        out = _mixed(sources, _softmax(_along(sources, query)))
         rstd = tl.rsqrt(tl.sum(out * out, 1, keep_dims=True) / H + norm_eps)
         scale = tl.load(scale_ptrs[i] + h, mask=h < H, other=0.0).to(tl.float32)
         tl.store(y_ptrs[i] + at, (out * rstd * scale).to(y_ptrs[i].dtype.element_ty), mask=mask)
@@ -84,12 +103,13 @@ def mix_forward(
 
 @triton.jit(do_not_specialize=["T"])
 def mix_backward(
-    dy_ptrs, more_ptrs, source_ptrs, query_ptr, scale_ptrs, dsource_ptrs, dquery_ptr, dscale_ptr,
-    T, root, eps, norm_eps,
-    H: tl.constexpr, EACH: tl.constexpr, BT: tl.constexpr, BH: tl.constexpr,
+    dy_ptrs, more_ptrs, source_ptrs, query_ptr, scale_ptrs, drunning_ptr, d_ptrs, share_ptr, dquery_ptr,
+    dscale_ptr, T, root, eps, norm_eps,
+    H: tl.constexpr, EACH: tl.constexpr, STAGES: tl.constexpr, BT: tl.constexpr, BH: tl.constexpr,
 ):  # fmt: skip
-    """`dy_ptrs[i]` are the gradients at y_i, `more_ptrs[j]` those at source j from elsewhere. Partial sums of
-    the queries' and the scales' gradients go to row program_id(0) of [programs, n, H]."""
+    """`dy_ptrs[i]` are the gradients at y_i, `more_ptrs` those at the running block from elsewhere. Partial
+    sums of the queries' and the scales' gradients go to row program_id(0) of [programs, n, H]; what each
+    finished block needs of each mixture to `d_ptrs` and to [n, blocks, 2, T], see `blocks`."""
     n: tl.constexpr = len(scale_ptrs)
     m: tl.constexpr = len(source_ptrs)
     h = tl.arange(0, BH)[None, :]
@@ -98,50 +118,73 @@ def mix_backward(
     for _ in tl.static_range(n):
         dquery = dquery + (tl.zeros((BT, BH), tl.float32),)
         dscale = dscale + (tl.zeros((BT, BH), tl.float32),)
-    for step in range(EACH):
+    for step in tl.range(EACH, num_stages=STAGES):
         t = (tl.program_id(0).to(tl.int64) * EACH + step) * BT + tl.arange(0, BT)
         mask = (t < T)[:, None] & (h < H)
         at = t[:, None] * H + h
-        sources, rstd = _sources(source_ptrs, at, mask, H, eps)
-        dsources = ()
-        for j in tl.static_range(m - 1):
-            dsources = dsources + (load_sum(more_ptrs[j], at, mask),)
-        dsources = dsources + (tl.zeros((BT, BH), tl.float32),)
+        # all that sums over features: squares and products of sources, queries and gradients
+        xs = ()
+        roots = ()
+        for j in tl.static_range(m):
+            x = tl.load(source_ptrs[j] + at, mask=mask, other=0.0).to(tl.float32)
+            xs = xs + (x,)
+            roots = roots + (tl.rsqrt(tl.sum(x * x, 1, keep_dims=True) / H + eps),)
+        grams = ()  # grams[j][k]: source j times source k
+        for j in tl.static_range(m):
+            grams = grams + (_times(_times(_along(xs, xs[j]), roots), (roots[j],) * m),)
+        drunning = tl.zeros((BT, BH), tl.float32)
+        along = tl.zeros((BT, 1), tl.float32)
         dqueries = ()
         dscales = ()
         for i in tl.static_range(n):
             query = tl.load(query_ptr + i * H + h, mask=h < H, other=0.0).to(tl.float32) * root
-            weights = _weights(sources, query)
-            out = _mixed(sources, weights)
-            unit = tl.rsqrt(tl.sum(out * out, 1, keep_dims=True) / H + norm_eps)
-            out = out * unit
-            d = load_sum(dy_ptrs[i], at, mask)
-            dscales = dscales + (dscale[i] + d * out,)
-            d = d * tl.load(scale_ptrs[i] + h, mask=h < H, other=0.0).to(tl.float32)
-            d = (d - out * (tl.sum(d * out, 1, keep_dims=True) / H)) * unit
-            dweights = ()
-            mean = tl.zeros_like(unit)
+            scale = tl.load(scale_ptrs[i] + h, mask=h < H, other=0.0).to(tl.float32)
+            dy = load_sum(dy_ptrs[i], at, mask)
+            g = dy * scale
+            asked = _times(_along(xs, query), roots)
+            pulled = _times(_along(xs, g), roots)
+            weights = _softmax(asked)
+            # out = sum of weights[j] source_j; unit is the reciprocal root of its mean square
+            mixed = ()  # out times source j
+            square = tl.zeros((BT, 1), tl.float32)
+            pull = tl.zeros((BT, 1), tl.float32)
             for j in tl.static_range(m):
-                dw = tl.sum(d * sources[j], 1, keep_dims=True)
+                o = tl.zeros((BT, 1), tl.float32)
+                for k in tl.static_range(m):
+                    o += weights[k] * grams[j][k]
+                mixed = mixed + (o,)
+                square += weights[j] * o
+                pull += weights[j] * pulled[j]
+            unit = tl.rsqrt(tl.maximum(square, 0.0) / H + norm_eps)
+            back = unit * unit * unit * pull / H
+            out = _mixed(xs, _times(weights, roots))
+            dscales = dscales + (dscale[i] + dy * out * unit,)
+            d = g * unit - out * back
+            dweights = ()
+            mean = tl.zeros((BT, 1), tl.float32)
+            for j in tl.static_range(m):
+                dw = pulled[j] * unit - mixed[j] * back
                 dweights = dweights + (dw,)
                 mean += dw * weights[j]
-            added = ()
             dq = dquery[i]
             for j in tl.static_range(m):
                 dscore = weights[j] * (dweights[j] - mean)
-                dq += dscore * sources[j]
-                added = added + (dsources[j] + d * weights[j] + dscore * query,)
-            dsources = added
+                dq += xs[j] * (dscore * roots[j])
+                if j == m - 1:
+                    drunning += d * weights[j] + query * dscore
+                    along += weights[j] * dweights[j] + dscore * asked[j]
+                else:
+                    share = share_ptr + (i * (m - 1) + j) * 2 * T + t[:, None]
+                    tl.store(share, weights[j], mask=(t < T)[:, None])
+                    tl.store(share + T, dscore, mask=(t < T)[:, None])
+            if m > 1:
+                tl.store(d_ptrs[i] + at, d.to(d_ptrs[i].dtype.element_ty), mask=mask)
             dqueries = dqueries + (dq,)
         dquery = dqueries
         dscale = dscales
-        for j in tl.static_range(m):
-            d = dsources[j]
-            if j == m - 1:
-                x = sources[j]
-                d = (d - x * (tl.sum(d * x, 1, keep_dims=True) / H)) * rstd
-                d += load_sum(more_ptrs[j], at, mask)
-            tl.store(dsource_ptrs[j] + at, d.to(dsource_ptrs[j].dtype.element_ty), mask=mask)
+        x = xs[m - 1] * (along * roots[m - 1] / H)
+        drunning = (drunning - x) * roots[m - 1] + load_sum(more_ptrs, at, mask)
+        tl.store(drunning_ptr + at, drunning.to(drunning_ptr.dtype.element_ty), mask=mask)
     for i in tl.static_range(n):
         part = (tl.program_id(0) * n + i) * H + tl.arange(0, BH)
         inside = tl.arange(0, BH) < H
@@ -150,11 +193,11 @@ def mix_backward(
 
 
 class Mix(torch.autograd.Function):
-    """Query [n, H], running block [..., H], n scales [H] and m blocks [..., H] -> the y_i, each as often as
-    `copies` says, the running block and the blocks.
+    """Query [n, H], running block [..., H], n scales [H], m blocks [..., H] and their stand-ins -> the y_i,
+    each as often as `copies` says, the running block and the stand-ins.
 
     The copies are one tensor: so many readers that their gradients are added in the backward pass here. For
-    the same reason the running block and the blocks are handed on: who reads them later takes those.
+    the same reason the running block and the stand-ins are handed on: who reads them later takes those.
     """
 
     @staticmethod
@@ -169,7 +212,8 @@ class Mix(torch.autograd.Function):
         *rest: Tensor,
     ) -> tuple[Tensor, ...]:
         n, H = len(copies), running.shape[-1]
-        scales, blocks = rest[:n], rest[n:]
+        m = (len(rest) - n) // 2
+        scales, blocks, stand_ins = rest[:n], rest[n : n + m], rest[n + m :]
         sources = tuple(x.contiguous() for x in (*blocks, running))
         query = query.contiguous()
         ys = tuple(empty_like(running, dtype) for _ in scales)
@@ -179,34 +223,40 @@ class Mix(torch.autograd.Function):
             mix_forward[(triton.cdiv(T, BT),)](
                 sources, query, scales, ys, T, 1.0 / math.sqrt(H), eps, norm_eps, H, BT, BH, num_warps=warps
             )
-        ctx.save_for_backward(query, *scales, *sources)
-        ctx.copies, ctx.eps = copies, (eps, norm_eps)
+        ctx.save_for_backward(query, *scales, *sources, *stand_ins)
+        ctx.copies, ctx.eps, ctx.dtype = copies, (eps, norm_eps), dtype
         ctx.set_materialize_grads(False)
         out = [
             y if i == 0 else y.view_as(y) for y, count in zip(ys, copies, strict=True) for i in range(count)
         ]
-        return *out, running, *blocks
+        return *out, running, *stand_ins
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         query, *tensors = ctx.saved_tensors
         n = len(ctx.copies)
-        scales, sources = tuple(tensors[:n]), tuple(tensors[n:])
+        m = (len(tensors) - n) // 2
+        scales, sources, stand_ins = tensors[:n], tensors[n : n + m + 1], tensors[n + m + 1 :]
         ends = [sum(ctx.copies[: i + 1]) for i in range(n)]
         dys = tuple(dense(gradients[end - count : end]) for end, count in zip(ends, ctx.copies, strict=True))
-        drunning, *dblocks = gradients[ends[-1] :]
-        more = tuple(dense([g]) for g in (*dblocks, drunning))
-        H = sources[-1].shape[-1]
-        T = sources[-1].numel() // H
-        dsources = tuple(empty_like(x) for x in sources)
+        more, *later = gradients[ends[-1] :]
+        running = sources[-1]
+        H = running.shape[-1]
+        T, root = running.numel() // H, 1.0 / math.sqrt(H)
+        drunning = empty_like(running)
+        ds = tuple(empty_like(running, ctx.dtype) for _ in scales) if m else ()
+        shares = torch.empty(n, m, 2, T, dtype=torch.float32, device=query.device)
         BT, BH, warps = tile(H)
-        warps *= 1 if n == 1 else 2  # sums of n queries and scales take many registers
-        programs, each = parts(T, BT, warps)
+        programs, each = parts(T, BT, warps, FEW if m < 2 else MANY)
         sums = torch.empty(2, programs, n, H, dtype=torch.float32, device=query.device)
         if T:
             mix_backward[(programs,)](
-                dys, more, sources, query, scales, dsources, sums[0], sums[1],
-                T, 1.0 / math.sqrt(H), *ctx.eps, H, each, BT, BH, num_warps=warps,
+                dys, dense([more]), tuple(sources), query, tuple(scales), drunning, ds, shares, sums[0],
+                sums[1], T, root, *ctx.eps, H, each, STAGES, BT, BH, num_warps=warps,
             )  # fmt: skip
-        dquery, dscales = sums.sum(1).unbind(0)
-        return None, None, None, None, dquery.view(query.shape), dsources[-1], *dscales, *dsources[:-1]
+        dquery, dscales = add(sums).unbind(0)
+        dblocks = [
+            gradient(x, g, *(Term(ds[i], shares[i, j], query[i], root) for i in range(n)))
+            for j, (x, g) in enumerate(zip(stand_ins, later, strict=True))
+        ]
+        return None, None, None, None, dquery.view(query.shape), drunning, *dscales, *(None,) * m, *dblocks

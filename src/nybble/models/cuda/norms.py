@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nybble.models.cuda.sums import add
 from nybble.models.cuda.tiles import PARTS, dense, empty_like, load_sum, parts, tile
 
 WARPS = 4
@@ -84,16 +85,17 @@ class RMS(torch.autograd.Function):
         D, dx = x.shape[-1], empty_like(x)
         R = x.numel() // D
         BR, BD, warps = tile(D)
-        programs, each = parts(R, BR, warps)
+        programs, each = triton.cdiv(R, BR), 1
         sums = None
         if weight is not None:
-            sums = torch.empty(programs, D, dtype=torch.float32, device=x.device)
+            programs, each = parts(R, BR, warps)
+            sums = torch.empty(1, programs, D, dtype=torch.float32, device=x.device)
         if R:
             rms_backward[(programs,)](
                 dense(dys), x, weight, dx, sums, R, ctx.eps, D, weight is not None, each, BR, BD,
                 num_warps=warps,
             )  # fmt: skip
-        return dx, None if sums is None else sums.sum(0).to(weight.dtype), None, None, None
+        return dx, None if sums is None else add(sums, weight.dtype)[0], None, None, None
 
 
 @triton.jit(do_not_specialize=["T", "heads"])
@@ -183,13 +185,14 @@ class L2Clip(torch.autograd.Function):
         (heads, D), dx = x.shape[-2:], empty_like(x)
         T = x.numel() // (heads * D)
         BT, BD, warps = tile(D, WARPS)
-        programs, each = parts(T, BT, warps * heads, HEAD_PARTS)
+        programs, each = triton.cdiv(T, BT), 1
         sums = None
         if scale is not None:
-            sums = torch.empty(programs, heads, D, dtype=torch.float32, device=x.device)
+            programs, each = parts(T, BT, warps * heads, HEAD_PARTS)
+            sums = torch.empty(1, programs, heads, D, dtype=torch.float32, device=x.device)
         if T:
             clip_backward[(programs, heads)](
                 dy.contiguous(), x, scale, gain, dx, sums, T, heads, *ctx.limits,
                 D, scale is not None, gain is not None, each, BT, BD, num_warps=warps,
             )  # fmt: skip
-        return dx, None if sums is None else sums.sum(0).to(scale.dtype), None, None, None, None
+        return dx, None if sums is None else add(sums, scale.dtype)[0], None, None, None, None

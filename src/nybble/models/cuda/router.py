@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nybble.kernels.cuda.jit import INTERPRETED
+from nybble.models.cuda.sums import add
 from nybble.models.cuda.tiles import empty_like
 
 BLOCK_H, WARPS = 64, 4
@@ -170,13 +171,13 @@ class Route(torch.autograd.Function):
         dx = empty_like(x)
         BT, BE = _tile(E, 128)
         programs = triton.cdiv(T, BT)
-        sums = torch.empty(programs, E, H, dtype=torch.float32, device=x.device)
+        sums = torch.empty(1, programs, E, H, dtype=torch.float32, device=x.device)
         if T:
             router_backward[(programs,)](
                 dlogits, dout, x, weight, logits, chosen, dx, sums, T, ctx.gain, E, H, k,
                 dlogits is not None, dout is not None, BT, BE, BLOCK_H, num_warps=WARPS,
             )  # fmt: skip
-        return dx, sums.sum(0).to(weight.dtype), None, None, None
+        return dx, add(sums, weight.dtype)[0], None, None, None
 
 
 def weigh(logits: Tensor, chosen: Tensor, gain: float) -> Tensor:

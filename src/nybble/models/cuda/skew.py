@@ -8,8 +8,24 @@ that holds `low` where w >= a, and `high` elsewhere, by that formula gives the b
 """
 # mypy: ignore-errors
 
+import math
+
 import triton
 import triton.language as tl
+
+LOG2E = tl.constexpr(math.log2(math.e))
+
+
+@triton.jit
+def fill_bank(
+    proj, bank, extent, rs, es, T: tl.constexpr, R: tl.constexpr, RP: tl.constexpr
+):  # fmt: skip
+    """Program k: chunk k of the bank, of profiles [R, extent] with strides rs and es."""
+    row, r = tl.program_id(0) * T + tl.arange(0, T), tl.arange(0, RP)
+    distance = (row - (T - 1))[:, None]
+    there = (distance >= 0) & (distance < extent) & (r < R)[None, :]
+    x = tl.load(proj + r[None, :] * rs + distance * es, mask=there, other=0.0).to(tl.float32)
+    tl.store(bank + row[:, None] * RP + r[None, :], (x * LOG2E).to(bank.dtype.element_ty))
 
 
 @triton.jit

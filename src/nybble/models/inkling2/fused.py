@@ -103,9 +103,10 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> 
     *tensors, ctx.window, ctx.scale = inputs
     ctx.save_for_backward(*output, *tensors)
     ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)  # no zeros for it
 
 
-def _differentiate(ctx: Any, dout: Tensor, _dlse: Tensor) -> tuple[Tensor | None, ...]:
+def _differentiate(ctx: Any, dout: Tensor, _dlse: None) -> tuple[Tensor | None, ...]:
     grads = _backward(dout, *ctx.saved_tensors, ctx.window, ctx.scale)
     return (*grads, None, None, None, None, None)
 

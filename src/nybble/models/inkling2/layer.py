@@ -11,9 +11,9 @@ from nybble.models.experts import count_rows
 from nybble.models.inkling2.attention import Attention
 from nybble.models.inkling2.conv import ShortConvolution
 from nybble.models.inkling2.experts import Experts
-from nybble.models.inkling2.residual import EPS, BlockAttentionResidual
+from nybble.models.inkling2.residual import Block, BlockAttentionResidual, finished
 from nybble.models.inkling2.router import Router
-from nybble.models.norms import RMSNorm, rms_norm
+from nybble.models.norms import RMSNorm
 
 
 class SparseMLP(nn.Module):
@@ -61,8 +61,8 @@ class DecoderLayer(nn.Module):
         raise NotImplementedError
 
     def forward(
-        self, hidden: Tensor, blocks: tuple[Tensor, ...], context: Context
-    ) -> tuple[Tensor, tuple[Tensor, ...], Tensor]:
+        self, hidden: Tensor, blocks: tuple[Block, ...], context: Context
+    ) -> tuple[Tensor, tuple[Block, ...], Tensor]:
         dtype = hidden.dtype
         norms = tuple(getattr(self, name) for name in self.norm_names())
         if self.attention_input is None:
@@ -79,7 +79,7 @@ class DecoderLayer(nn.Module):
         residual = None if self.is_block_boundary else hidden
         partial = self.post_attention_convolution(attended, context, residual, torch.float32)
         if self.is_block_boundary:
-            blocks = (*blocks, rms_norm(hidden, None, EPS))
+            blocks = (*blocks, finished(hidden))
         (x, routed), partial, blocks = self.mlp_input(
             blocks, partial, (self.post_attention_layernorm,), (2,), dtype
         )

@@ -16,7 +16,7 @@ from nybble.models.inkling2.config import check, windows
 from nybble.models.inkling2.fused import why_not_fused
 from nybble.models.inkling2.layer import DecoderLayer, make_layer
 from nybble.models.inkling2.pretrained import Inkling2PreTrainedModel
-from nybble.models.inkling2.residual import BlockAttentionResidual
+from nybble.models.inkling2.residual import Block, BlockAttentionResidual
 from nybble.models.norms import RMSNorm
 
 
@@ -50,7 +50,7 @@ class Inkling2TextModel(Stack, Inkling2PreTrainedModel):
 
     def forward(self, input_ids: Tensor, context: Context, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         hidden = self.embed_tokens(input_ids, dtype)
-        blocks: tuple[Tensor, ...] = ()
+        blocks: tuple[Block, ...] = ()
         counts = []
         for i, layer in enumerate(self.layers):
             assert isinstance(layer, DecoderLayer)

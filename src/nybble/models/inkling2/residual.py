@@ -1,7 +1,7 @@
 """Attention residuals: a layer's input is a learned mixture of finished blocks and the running one.
 
 Each source is RMS-normalised; a learned query scores it; a softmax over sources mixes them. Finished blocks
-never change, so they come normalised once and are shared by all later layers.
+never change: all later layers share what `finished` makes of them.
 """
 
 from typing import Any
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from nybble.kernels.direct import by_hand_in_any_mode
 from nybble.models.cpu import mix as fused
 from nybble.models.cuda import on_gpu
-from nybble.models.norms import RMSNorm, plain_rms_norm
+from nybble.models.norms import RMSNorm, plain_rms_norm, rms_norm
 
 EPS = 1e-6
 
@@ -38,8 +38,23 @@ class _MixNorm(torch.autograd.Function):
         return None, dq * scaled.shape[1] ** -0.5, dpartial, *dgains, *dblocks
 
 
+Block = Tensor | tuple[Tensor, Tensor]
+"""What mixtures take of a block [B, S, H] that has ended: its RMS norm in FP32; on GPUs the block itself,
+which their kernel normalises (half the bytes as a rule), and what stands for the norm in the graph."""
+
+
+def finished(hidden: Tensor) -> Block:
+    """The block [B, S, H] for mixtures."""
+    if on_gpu(hidden):
+        from nybble.models.cuda.blocks import StandIn
+
+        return hidden.detach(), StandIn.apply(hidden, EPS)
+    normed: Tensor = rms_norm(hidden, None, EPS)
+    return normed
+
+
 class BlockAttentionResidual(nn.Module):
-    """Mixes finished blocks (normalised, FP32) and the running one into one input per query.
+    """Mixes finished blocks and the running one into one input per query.
 
     `query` is [H] for one query and [n, H] for n.
     """
@@ -50,16 +65,16 @@ class BlockAttentionResidual(nn.Module):
 
     def forward(
         self,
-        blocks: tuple[Tensor, ...],
+        blocks: tuple[Block, ...],
         partial: Tensor,
         norms: tuple[RMSNorm, ...],
         copies: tuple[int, ...],
         dtype: torch.dtype,
-    ) -> tuple[tuple[Tensor, ...], Tensor, tuple[Tensor, ...]]:
+    ) -> tuple[tuple[Tensor, ...], Tensor, tuple[Block, ...]]:
         """The mixtures behind their norms, and what the next reader of the sources takes.
 
         Args:
-            blocks: m times [B, S, H].
+            blocks: m from `finished`.
             partial: [B, S, H].
             norms: one for each query.
             copies: how many read each mixture.
@@ -74,17 +89,21 @@ class BlockAttentionResidual(nn.Module):
 
             scales = [norm.weight for norm in norms]
             count = sum(copies)
-            ys = Mix.apply(EPS, norms[0].eps, copies, dtype, self._queries(), partial, *scales, *blocks)
-            return ys[:count], ys[count], ys[count + 1 :]
+            whole, stand_ins = zip(*blocks, strict=True) if blocks else ((), ())
+            ys = Mix.apply(
+                EPS, norms[0].eps, copies, dtype, self._queries(), partial, *scales, *whole, *stand_ins
+            )
+            return ys[:count], ys[count], tuple(zip(whole, ys[count + 1 :], strict=True))
         H, hooked = partial.shape[-1], any(norm._forward_hooks for norm in norms)
         partial, queries = partial.float(), self._queries().float()
+        normed = tuple(x for x in blocks if isinstance(x, Tensor))
         if by_hand_in_any_mode(partial) and not hooked:
             weights = (norm.weight.float() for norm in norms)
-            rows = (x.reshape(-1, H) for x in blocks)
+            rows = (x.reshape(-1, H) for x in normed)
             ys = _MixNorm.apply(norms[0].eps, queries, partial.reshape(-1, H), *weights, *rows)
             mixed = [y.view(partial.shape).to(dtype) for y in ys]
         else:
-            sources = plain_mix(partial, queries * H**-0.5, blocks)
+            sources = plain_mix(partial, queries * H**-0.5, normed)
             mixed = [norm(x).to(dtype) for norm, x in zip(norms, sources, strict=True)]
         return tuple(y for y, n in zip(mixed, copies, strict=True) for _ in range(n)), partial, blocks
 
