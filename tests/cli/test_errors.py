@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -212,3 +213,17 @@ def test_a_rank_that_leaves_the_word_to_another_stays_until_it_has_spoken(
     monkeypatch.setattr(together.time, "sleep", paused.append)
     assert together.another_says(together.OtherRankError("rank 1: full"))
     assert paused == [together.PATIENCE_S]
+
+
+def test_a_terminal_without_the_letters_of_a_name_gets_them_escaped(tmp_path: Path) -> None:
+    code = "import sys; from nybble.cli import main; sys.exit(main(['validate', sys.argv[1]]))"
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "ünï-\udcff")],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONIOENCODING": "ascii"},
+        check=False,
+    )
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: ")
+    assert r"\xfcn\xef-\udcff: no such folder" in done.stderr

@@ -185,6 +185,9 @@ def test_sampling_is_a_function_of_the_seed(whole: Path, capsys: pytest.CaptureF
     assert sample(whole / "checkpoints" / "step_00000008", "1") == text
     assert sample(whole / "checkpoints" / "step_00000008" / "model", "1") == text
     assert sample(whole, "2") != text
+    escaped = "state \N{LATIN SMALL LETTER E WITH ACUTE}".encode().decode("ascii", "surrogateescape")
+    assert main(["sample", str(whole), "--prompt", escaped, "--max-new-tokens", "2"]) == 0
+    assert capsys.readouterr().out.startswith("state \N{LATIN SMALL LETTER E WITH ACUTE}")
 
 
 def test_a_text_ends_where_the_model_ends(whole: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -59,7 +59,9 @@ def main(arguments: list[str]) -> int:
     # On stderr, so that stdout is the text and nothing else.
     print(f"recipe {trained.recipe.name}; {numerics_status(device)}", file=sys.stderr)
     tokenizer = trained.tokenizer
-    prompt = tokenizer.encode(config.prompt) or [tokenizer.eot_id]
+    # bytes of the command line that are no text in its locale are taken as UTF-8
+    text = config.prompt.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+    prompt = tokenizer.encode(text) or [tokenizer.eot_id]
     longest = trained.model.config.max_position_embeddings
     room = longest + 1 - len(prompt)  # the last token need not be read
     if room < 1:
@@ -75,5 +77,5 @@ def main(arguments: list[str]) -> int:
         seed=config.seed,
         eos=tokenizer.eot_id,
     )[0]
-    print(config.prompt + tokenizer.decode(new, skip_special_tokens=True))
+    print(text + tokenizer.decode(new, skip_special_tokens=True))
     return 0
