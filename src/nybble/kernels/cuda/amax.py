@@ -27,8 +27,9 @@ def amax_rows(
     ASM: tl.constexpr,
 ):
     """Each row of x [R, units * 8 * CHUNKS] into the amax of its group (its own without HAS_GROUP)."""
-    row = tl.program_id(ROW_AXIS).to(tl.int64)
-    tile = tl.program_id(1 - ROW_AXIS).to(tl.int64) * N
+    # From the end, so that the quantiser, which begins at the start, finds that in the cache.
+    row = (tl.num_programs(ROW_AXIS) - 1 - tl.program_id(ROW_AXIS)).to(tl.int64)
+    tile = (tl.num_programs(1 - ROW_AXIS) - 1 - tl.program_id(1 - ROW_AXIS)).to(tl.int64) * N
     inside = True
     if HAS_OFFS:
         inside = row < tl.load(offs_ptr + groups - 1)
