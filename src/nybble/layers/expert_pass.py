@@ -1,26 +1,18 @@
 """The steps between the products of `fused_experts.py`: operands made, kept, made again and scaled."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from nybble import formats
 from nybble.formats import Operand as Role
-from nybble.kernels import fused, hopper
+from nybble.kernels import fused
 from nybble.layers import gemm, kept
 from nybble.layers.activation import Activation
 from nybble.layers.operand import (
-    FP8,
     Codes,
-    Draw,
-    Values,
-    cast,
     compute_dtype,
-    ends_of,
-    one_read,
-    outer,
-    product,
 )
 from nybble.layers.routing import Route
 from nybble.layers.weights import Spec, Weight
@@ -103,7 +95,7 @@ class Pass:
         """(what is kept of x [T, H], values of its rows [R, H], amax): quantised once a token."""
         spec = self.plan.up.spec
         draw = spec.draw(Role.FPROP_X, self.key)
-        if _coded(spec.gemms):
+        if coded(spec.gemms):
             fx = spec.gemms.fprop.x
             if (arrived := self.plan.arrived) is not None:
                 values = fused.decode_to_rows(*arrived, fx.format, self.token)
@@ -120,7 +112,7 @@ class Pass:
     def enter_again(self, saved: kept.Saved, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         """(values of the rows of x, amax) from what was kept."""
         spec = self.plan.up.spec
-        if _coded(spec.gemms):
+        if coded(spec.gemms):
             return fused.decode_to_rows(*saved, spec.gemms.fprop.x.format, self.token), saved[2]
         draw = spec.draw(Role.FPROP_X, self.key)._replace(rows=self.rows)
         values, amax = kept.fprop_again(saved, spec.gemms, shape, BF16, draw)
@@ -151,7 +143,7 @@ class Pass:
         spec = self.plan.down.spec
         draw = spec.draw(Role.FPROP_X, self.key)
         stochastic = spec.gemms.fprop.x.rounding == "stochastic"
-        if _coded(spec.gemms):
+        if coded(spec.gemms):
             fx = spec.gemms.fprop.x
             key, pairs = (self.key, self.pairs) if stochastic else (None, None)
             *codes, values = fused.swiglu_quantize(
@@ -167,139 +159,13 @@ class Pass:
     def full_h(self, saved: kept.Saved, shape: tuple[int, ...]) -> list[Tensor]:
         """What the down product took of h, as `fused.swiglu_backward` reads it."""
         spec = self.plan.down.spec
-        if _coded(spec.gemms):
+        if coded(spec.gemms):
             return saved
         draw = spec.draw(Role.FPROP_X, self.key)._replace(rows=self.pairs)
         return [kept.fprop_again(saved, spec.gemms, shape, BF16, draw, full=True).values]
 
-    def split_dy(self, dy: Tensor, dgrad: bool, wgrad: bool) -> tuple[Values | None, Values | None]:
-        """Operands of dgrad and wgrad of the down product from dy [T, H], those that are needed."""
-        spec = self.plan.down.spec
-        rows = self.plan.down.spec.gemms
-        weight = fused.row_factors(
-            self.order, self.ends, self.plan.k, None, "bf16", "one", None, "bf16", self.weights
-        )
-        if dgrad and wgrad and one_read(rows.dgrad.dy, rows.wgrad.dy):
-            a, b = fused.gradient_both(dy, rows.dgrad.dy.format, self.token, weight, self.ends, self.tiles[0])
-            return _plain(a), _plain(b)
-        first = second = None
-        if dgrad:
-            draw = spec.draw(Role.DGRAD_DY, self.key)._replace(rows=self.rows)
-            values, amax = cast(dy, rows.dgrad.dy, -1, self.dgrad_dtype(spec), draw)
-            first = Values(_take(values, self.token), amax)
-        if wgrad:
-            draw = spec.draw(Role.WGRAD_DY, self.key)._replace(rows=self.pairs)
-            second = self.columns(dy, rows.wgrad.dy, self.wgrad_dtype(spec), draw, self.token, weight)
-        return first, second
 
-    def gate_gradients(
-        self,
-        gate_up: Tensor,
-        factor: Tensor | None,
-        g: Tensor,
-        g_factor: Tensor | None,
-        h: list[Tensor],
-        dgrad: bool,
-        wgrad: bool,
-    ) -> tuple[Values | None, Values | None, Tensor]:
-        """Operands of dgrad and wgrad of the up product, those that are needed, and the gradient at the
-        routing weights [R] by pair; arguments as for `fused.swiglu_backward`."""
-        arguments = (
-            gate_up, factor, g, g_factor, self.weights, self.order, self.ends, *self.caps,
-            h, self.plan.down.spec.gemms.fprop.x.format,
-        )  # fmt: skip
-        if not (dgrad and wgrad and self._up_in_codes()):
-            d_up, dots = fused.swiglu_backward(*arguments, dgrad or wgrad)
-            return *self.split(d_up, dgrad, wgrad), dots
-        spec = self.plan.up.spec
-        d_up, codes, scales, amax, dots = fused.swiglu_backward_fp8(*arguments)
-        first = _plain(hopper.RowScaled(codes.view(FP8), scales))
-        draw = spec.draw(Role.WGRAD_DY, self.key)
-        return first, self.columns(d_up, spec.gemms.wgrad.dy, FP8, draw, amax=amax), dots
-
-    def _up_in_codes(self) -> bool:
-        """Whether both products that take the gradient of the up product multiply its codes, to nearest."""
-        spec = self.plan.up.spec
-        if not self.dgrad_dtype(spec) == self.wgrad_dtype(spec) == FP8:
-            return False
-        operands = (spec.gemms.dgrad.dy, spec.gemms.wgrad.dy)
-        return all(operand.rounding == "nearest" and not operand.hadamard for operand in operands)
-
-    def split(self, d_up: Tensor, dgrad: bool, wgrad: bool) -> tuple[Values | None, Values | None]:
-        """The same of the up product, from the gradient of its rows."""
-        spec = self.plan.up.spec
-        rows = spec.gemms
-        if dgrad and wgrad and one_read(rows.dgrad.dy, rows.wgrad.dy):
-            a, b = fused.gradient_both(d_up, rows.dgrad.dy.format, None, None, self.ends, self.tiles[0])
-            return _plain(a), _plain(b)
-        first = second = None
-        if dgrad:
-            draw = spec.draw(Role.DGRAD_DY, self.key)._replace(rows=self.pairs)
-            first = cast(d_up, rows.dgrad.dy, -1, self.dgrad_dtype(spec), draw)
-        if wgrad:
-            draw = spec.draw(Role.WGRAD_DY, self.key)._replace(rows=self.pairs)
-            shared = first is not None and spec.shares_dy
-            dtype = self.wgrad_dtype(spec)
-            second = first if shared else self.columns(d_up, rows.wgrad.dy, dtype, draw)
-        return first, second
-
-    def columns(
-        self,
-        x: Tensor,
-        spec: Operand,
-        dtype: torch.dtype,
-        draw: Draw,
-        index: Tensor | None = None,
-        factor: Tensor | None = None,
-        amax: Tensor | None = None,
-    ) -> Values:
-        """x as an operand of wgrad; row r is x[index[r]] * factor[r], or x[r]. `amax` of columns, if known,
-        as for `fused.fp8_columns`."""
-        if dtype == FP8 and not spec.hadamard:
-            key = draw.key if spec.rounding == "stochastic" else None
-            tiles, tile_ends = self.tiles
-            codes, scales = fused.fp8_columns(
-                x, spec.rounding, key, draw.layer, draw.operand, draw.rows, self.ends,
-                index, factor, tiles, amax,
-            )  # fmt: skip
-            return _plain(hopper.row_scaled(codes, scales, tile_ends))
-        rows = x if index is None else fused.gather_rows(x, index, factor)
-        return cast(rows, spec, -2, dtype, draw, self.ends)
-
-    def wgrad(
-        self,
-        dy: Values,
-        saved: kept.Saved,
-        shape: tuple[int, ...],
-        spec: Spec,
-        index: Tensor | None,
-        dtype: torch.dtype,
-    ) -> Tensor:
-        """dy[R,N].T @ x[R,K] over each expert's rows: [E, N, K]; row r of x is row index[r] of `saved`."""
-        gemms = spec.gemms
-        draw = spec.draw(Role.WGRAD_X, self.key)._replace(rows=self.pairs)
-        to = gemms.wgrad.x
-        key = self.key if to.rounding == "stochastic" else None
-        arguments = (to.rounding, key, draw.layer, draw.operand, self.pairs, self.ends)
-        dtype_x, fprop = self.wgrad_dtype(spec), gemms.fprop.x.format
-        if _coded(gemms) and dtype_x == FP8 and not to.hadamard:
-            tiles, tile_ends = self.tiles
-            codes, scales = fused.fp8_columns_of_codes(*saved, fprop, index, *arguments, tiles)
-            x = _plain(hopper.row_scaled(codes, scales, tile_ends))
-        elif _coded(gemms) and formats.get(to.format).scale == "e8m0" and not to.hadamard:
-            x = _plain(fused.requantize_rows(*saved, fprop, index, to.format, *arguments, self.tiles[0]))
-        elif not kept.from_codes(gemms):
-            x = self.columns(saved[0], to, dtype_x, draw, index)
-        else:
-            saved = saved if index is None else kept.take(saved, gemms, index)
-            x = kept.wgrad_operand(saved, gemms, shape, dtype_x, draw, self.ends)
-        scale = product(outer(dy.amax, gemms.wgrad.dy), outer(x.amax, to))
-        ends = ends_of(self.ends, to)
-        out = gemm.grouped_columns(dy.values, x.values, ends, dtype if scale is None else torch.float32)
-        return out if scale is None else (out * (scale[:, None, None] if scale.dim() else scale)).to(dtype)
-
-
-def _coded(gemms: GemmTable) -> bool:
+def coded(gemms: GemmTable) -> bool:
     """NVFP4 with an outer scale a token whose codes are kept: what the fused quantisers make."""
     fx = gemms.fprop.x
     fmt = formats.get(fx.format)
@@ -311,15 +177,3 @@ def _coded(gemms: GemmTable) -> bool:
         and fx.outer == "row"
         and not eden
     )
-
-
-def _plain(values: Any) -> Values:
-    """Values of a format without an outer scale."""
-    return Values(values, torch.empty(0))
-
-
-def _take(values: Any, token: Tensor) -> Any:
-    """Rows of values, or of codes."""
-    if isinstance(values, Tensor):
-        return fused.gather_rows(values, token, None)
-    return values.index_select(0, token)

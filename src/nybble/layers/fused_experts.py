@@ -12,6 +12,7 @@ from torch import Tensor
 from nybble import formats
 from nybble.kernels import fused
 from nybble.layers import gemm
+from nybble.layers.expert_gradients import Gradients
 from nybble.layers.expert_pass import Pass, Plan
 from nybble.layers.operand import FP8, compute_dtype
 from nybble.layers.routing import Route
@@ -76,7 +77,7 @@ class FusedExperts(torch.autograd.Function):
         weights, w_up, w_down, order, ends, rows, key, weight_key, factor, *saved = ctx.saved_tensors
         plan: Plan = ctx.plan
         dy = dy.contiguous()
-        run = Pass(plan, Route(order, ends, plan.k), weights, rows, key, weight_key)
+        run = Gradients(plan, Route(order, ends, plan.k), weights, rows, key, weight_key)
         n, m = ctx.counts
         saved_x, saved_h = saved[:n], saved[n : n + m]
         x_shape, h_shape = ctx.shapes

@@ -26,8 +26,6 @@ from nybble.kernels.cuda.registers import (
 )
 from nybble.kernels.cuda.stores import bf16_pairs, store_pairs, store_values
 
-LEAST_AMAX = tl.constexpr(8e-36)  # below it S_enc of NVFP4 is FLT_MAX
-
 
 @triton.jit
 def times_factor(v, factor, HAS_FACTOR: tl.constexpr):
@@ -52,7 +50,7 @@ def dot_of_codes(dots, g, word, sf, ASM: tl.constexpr):
 @triton.jit
 def outer_scale(amax, OUTER_MAX: tl.constexpr):
     """S_dec of an outer amax, to the last place: of a sum that has no order."""
-    return tl.maximum(amax, LEAST_AMAX) * (1.0 / OUTER_MAX)
+    return tl.maximum(amax, OUTER_MAX / rule.FLT_MAX) * (1.0 / OUTER_MAX)  # S_enc is at most FLT_MAX
 
 
 @triton.jit
