@@ -1,10 +1,10 @@
-"""Launches of `swiglu_gradients.py`, for `kernels/fused.py`."""
+"""Launches of `swiglu_gradients.py` and `swiglu_gradients_fp8.py`, for `kernels/fused.py`."""
 
 import torch
 from torch import Tensor
 
 from nybble.formats import table
-from nybble.kernels.cuda import front, launch_columns
+from nybble.kernels.cuda import front, launch_columns, swiglu_gradients_fp8
 from nybble.kernels.cuda import swiglu_gradients as kernel
 from nybble.kernels.cuda.column_source import TILE, as_source
 from nybble.kernels.cuda.jit import cdiv, multiprocessors, use_asm
@@ -106,7 +106,7 @@ def swiglu_backward_fp8(
     n = max(32, pow2(units))
     warps = n // 32
     span = cdiv(R, multiprocessors(device) * max(1, RESIDENT_WARPS // warps))
-    kernel.swiglu_backward_fp8[(cdiv(R, span),)](
+    swiglu_gradients_fp8.swiglu_backward_fp8[(cdiv(R, span),)](
         as_pairs(gate_up),
         factor,
         as_pairs(g),
