@@ -16,6 +16,7 @@ from nybble.kernels.cuda.elements import value
 from nybble.kernels.cuda.finish_columns import finish_e2m1, finish_e4m3
 from nybble.kernels.cuda.registers import join8
 from nybble.kernels.cuda.sources import block_bounds, load_sources, tile_maxima
+from nybble.kernels.cuda.whole_columns import store_whole_scales
 
 
 @triton.jit
@@ -28,38 +29,6 @@ def over_lanes(m, W: tl.constexpr, LANES: tl.constexpr, K: tl.constexpr):
 def to_lanes(t, W: tl.constexpr, LANES: tl.constexpr, K: tl.constexpr):
     """The inverse: [W, K] to every lane of [W * LANES * K]."""
     return tl.reshape(tl.broadcast_to(t[:, None, :], (W, LANES, K)), (W * LANES * K,))
-
-
-@triton.jit
-def store_whole_scales(
-    scales_ptr,
-    amax_ptr,
-    group_ptr,
-    lead,
-    columns,
-    blocks,
-    GROUPED: tl.constexpr,
-    C: tl.constexpr,
-    W: tl.constexpr,
-    ASM: tl.constexpr,
-):
-    """The scales of C whole columns, from bits of their amaxes, if one of the W blocks is their first."""
-    first = tl.program_id(1) * W
-    begins = first == 0
-    if GROUPED:
-        before = tl.load(group_ptr + tl.maximum(first - 1, 0))
-        begins |= before != tl.load(group_ptr + tl.minimum(first + W, blocks) - 1)
-    if begins:
-        c = (tl.program_id(0) * C + tl.arange(0, C))[None, :]
-        b = (first + tl.arange(0, W))[:, None]
-        ok = (c < columns) & (b < blocks)
-        matrix = lead + b * 0
-        if GROUPED:
-            matrix = lead * 0 + tl.load(group_ptr + b, mask=b < blocks, other=0)
-        m = tl.load(amax_ptr + matrix * columns + c, mask=ok, other=0).to(tl.uint32, bitcast=True)
-        scale = rule.reciprocal(rule.fp32_multiplier(value(m)), ASM)
-        scale = tl.where(m >= rule.INFINITE, float("nan"), scale)
-        tl.store(scales_ptr + matrix * columns + c, scale, mask=ok)
 
 
 @triton.jit(do_not_specialize=["draw_columns", "tokens", "blocks", "tag"])

@@ -1,4 +1,4 @@
-"""Quantise whole columns of matrices in FP8: amax and codes from one program, which reads its columns twice.
+"""Whole columns in FP8: scales of known amaxes, and matrices of which a program reads its columns twice.
 
 A thread owns 8 tokens x 8 features, a warp 32 x 64 at a time, as in `columns.py`.
 """
@@ -14,6 +14,38 @@ from nybble.kernels.cuda.elements import value
 from nybble.kernels.cuda.finish_columns import finish_e4m3
 from nybble.kernels.cuda.registers import join8, umax
 from nybble.kernels.cuda.sources import block_bounds, load_sources, tile_maxima
+
+
+@triton.jit
+def store_whole_scales(
+    scales_ptr,
+    amax_ptr,
+    group_ptr,
+    lead,
+    columns,
+    blocks,
+    GROUPED: tl.constexpr,
+    C: tl.constexpr,
+    W: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    """The scales of C whole columns, from bits of their amaxes, if one of the W blocks is their first."""
+    first = tl.program_id(1) * W
+    begins = first == 0
+    if GROUPED:
+        before = tl.load(group_ptr + tl.maximum(first - 1, 0))
+        begins |= before != tl.load(group_ptr + tl.minimum(first + W, blocks) - 1)
+    if begins:
+        c = (tl.program_id(0) * C + tl.arange(0, C))[None, :]
+        b = (first + tl.arange(0, W))[:, None]
+        ok = (c < columns) & (b < blocks)
+        matrix = lead + b * 0
+        if GROUPED:
+            matrix = lead * 0 + tl.load(group_ptr + b, mask=b < blocks, other=0)
+        m = tl.load(amax_ptr + matrix * columns + c, mask=ok, other=0).to(tl.uint32, bitcast=True)
+        scale = rule.reciprocal(rule.fp32_multiplier(value(m)), ASM)
+        scale = tl.where(m >= rule.INFINITE, float("nan"), scale)
+        tl.store(scales_ptr + matrix * columns + c, scale, mask=ok)
 
 
 @triton.jit
