@@ -65,6 +65,7 @@ def fails(capsys: pytest.CaptureFixture[str], words: str, status: int = 1) -> st
         ("sft nano --seed -1", "seed is -1; it must lie in [0, 2^63)"),
         ("rl {tmp} --threads -1", "threads is -1; it must not be negative"),
         ("rl {tmp} --timeout-s nan", "timeout_s is nan s; it must be above 0"),
+        ("rl {tmp} --url localhost:8000", "url is 'localhost:8000'; it must look like http://127.0.0.1:8000"),
         ("rl {tmp} --kl inf", "kl is inf; it must be finite"),
         ("sample {tmp} --temperature nan", "temperature is nan; it must be 0 or more, and finite"),
         ("sample {tmp} --seed -1", "seed is -1; it must lie in [0, 2^63)"),

@@ -57,6 +57,8 @@ def test_a_run_sends_its_four_bit_weights_and_trains_on_what_comes_back(model: P
         ("another vocabulary", "another model or tokenizer"),
         ("no token ids", "without usable token_ids"),
         ("overloaded", "does not answer .*--resume"),
+        ("no letters", "answered with no JSON"),
+        ("cut off", "does not answer .*IncompleteRead"),
     ],
 )
 def test_faults_of_the_server_are_named(fault: str, message: str, model: Path, tmp_path: Path) -> None:

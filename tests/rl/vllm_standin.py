@@ -71,7 +71,8 @@ def standin(folder: Path) -> Iterator[Standin]:
             status, answer = state.answer(self.path, body)
             data = b"" if answer is None else json.dumps(answer).encode()
             self.send_response(status)
-            self.send_header("Content-Length", str(len(data)))
+            data = b"\xff" if state.fault("no letters") else data
+            self.send_header("Content-Length", str(len(data) + state.fault("cut off")))
             self.end_headers()
             self.wfile.write(data)
 

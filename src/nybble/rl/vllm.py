@@ -13,6 +13,7 @@ protocol and tested with a stand-in server that speaks it; not yet run against v
 
 from __future__ import annotations
 
+import http.client
 import json
 import tempfile
 import time
@@ -149,9 +150,9 @@ class VLLMEngine:
                 if error.code not in (429, 502, 503, 504):
                     hint = "; is VLLM_SERVER_DEV_MODE=1 set for it?" if error.code == 404 else ""
                     raise EngineError(f"{url} answered with {reason}{hint}") from None
-            except json.JSONDecodeError as error:
+            except ValueError as error:  # of the JSON, or of its letters
                 raise EngineError(f"{url} answered with no JSON: {error}") from None
-            except (OSError, urllib.error.URLError) as error:
+            except (OSError, http.client.HTTPException) as error:  # no connection, or one that broke
                 reason = str(getattr(error, "reason", error))
         raise EngineError(
             f"{url} does not answer ({reason}) after {ATTEMPTS} tries; start the server and go on with "
