@@ -1,5 +1,6 @@
 """The Python face: any axis, sizes, requantisation, and one clear sentence for every misuse."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -118,6 +119,9 @@ MISUSE = [
     ({"x": torch.ones(4, 16, dtype=torch.float64)}, "not float64"),
     ({"x": torch.ones(4, 16, dtype=torch.bool)}, "not bool"),
     ({"x": torch.tensor(1.0)}, "without dimensions"),
+    ({"x": [1.0, 2.0]}, "a dense torch.Tensor, not list"),
+    ({"x": torch.ones(4, 16).to_sparse()}, "a dense torch.Tensor, not one of layout torch.sparse_coo"),
+    ({"rounding": "stochastic", "key": 5}, "key must be nybble.key(seed, step, layer, operand), not 5"),
     ({"axis": 2}, "axis 2 does not exist in a tensor of 2 dimensions"),
     ({"x": torch.ones(4), "axis": -2}, "axis -2 does not exist in a tensor of 1 dimensions"),
     ({"format": "nvfp4-16x16", "outer": "row"}, 'outer="row" does not fit'),
@@ -140,6 +144,19 @@ def test_misuse_gets_one_clear_sentence(change, message):
         nybble.quantize(**arguments)
     assert message in str(info.value)
     assert "\n" not in str(info.value)
+
+
+def test_a_key_and_a_dtype_of_another_kind_are_named():
+    with pytest.raises(NybbleError, match="step of a rounding key must be a whole number, not 'a'"):
+        nybble.key(0, "a")
+    assert nybble.key(np.int64(3)).seed == 3
+    with pytest.raises(NybbleError, match=r"dtype must be a torch\.dtype such as .*, not 'float32'"):
+        nybble.quantize(torch.ones(16), "mxfp8").dequantize("float32")
+
+
+def test_a_quantised_tensor_is_shown_in_a_line():
+    shown = repr(nybble.quantize(torch.ones(4, 32), "nvfp4", outer="row"))
+    assert shown == "QTensor(nvfp4, shape=(4, 32), axis=-1, outer='row', 5.5 bits a value, device='cpu')"
 
 
 @pytest.mark.parametrize(("field", "value"), [("layer", 1 << 24), ("operand", 256), ("layer", -1)])

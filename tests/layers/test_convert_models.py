@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from nybble.errors import RecipeError
+from nybble.errors import NybbleError, RecipeError
 from nybble.layers import Experts, Linear, convert, set_step
 from nybble.recipes import load_recipe
 
@@ -178,6 +178,17 @@ def test_subclasses_and_copies_survive(make_model):
     buffer.seek(0)
     loaded = torch.load(buffer, weights_only=False)
     assert type(loaded) is type(experts)
+
+
+def test_a_report_is_shown_in_a_line_and_misuse_gets_one():
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    assert repr(convert(model, "mxfp8")) == "Report(recipe mxfp8, 2 modules quantised; table() shows all)"
+    with pytest.raises(NybbleError, match=r"model must be a torch\.nn\.Module, not Tensor"):
+        convert(torch.ones(2), "mxfp8")
+    with pytest.raises(RecipeError, match="a recipe is a name, a TOML file, a dict or a Recipe, not 5"):
+        convert(model, 5)
+    with pytest.raises(NybbleError, match="seed of a rounding key must be in"):
+        convert(model, "mxfp8", seed=-1)
 
 
 def test_experts_of_another_layout_are_refused_by_name():

@@ -18,6 +18,7 @@ recomputed.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from numbers import Integral
 
 import torch
 from torch import Tensor
@@ -71,7 +72,10 @@ class Key:
 
     def __post_init__(self) -> None:
         for field in LIMITS:
-            check_range(field, getattr(self, field))
+            value = getattr(self, field)
+            if not isinstance(value, Integral):
+                raise NybbleError(f"{field} of a rounding key must be a whole number, not {value!r}")
+            check_range(field, int(value))
 
     def tensor(self, device: torch.device | str | None = None) -> Tensor:
         """(seed, step, micro) as int64 [3], as the ops take it: no compiled graph specialises on it."""

@@ -18,7 +18,7 @@ from nybble.formats.philox import Key
 from nybble.formats.table import Format, get
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class QTensor:
     """Codes with the scales that give them meaning; dequantised value = code * block scale * tensor_scale."""
 
@@ -38,6 +38,12 @@ class QTensor:
     """What shares an outer scale: "tensor", "row" or "matrix"."""
     offs: Tensor | None = None
     """int32 [G], cumulative ends of token groups, or None."""
+
+    def __repr__(self) -> str:
+        return (
+            f"QTensor({self.format}, shape={self.shape}, axis={self.axis}, outer={self.outer!r}, "
+            f"{self.bits_per_value:.4g} bits a value, device={str(self.codes.device)!r})"
+        )
 
     @property
     def spec(self) -> Format:
@@ -71,6 +77,8 @@ class QTensor:
 
     def dequantize(self, dtype: torch.dtype = torch.float32, apply_outer: bool = True) -> Tensor:
         """Values in `shape` and `dtype`; without the outer scale if apply_outer is False."""
+        if not isinstance(dtype, torch.dtype):
+            raise NybbleError(f"dtype must be a torch.dtype such as torch.float32, not {dtype!r}")
         shape, axis = _as_last_two(self.shape, self.axis)
         codes, scales, amax = self.codes, self.scales, self.amax
         if self.axis < -2:
@@ -142,6 +150,9 @@ def quantize(
     Raises:
         NybbleError: for arguments that do not fit, in one sentence that names the fix.
     """
+    if not isinstance(x, Tensor) or x.layout != torch.strided:
+        what = f"one of layout {x.layout}" if isinstance(x, Tensor) else type(x).__name__
+        raise NybbleError(f"can quantise a dense torch.Tensor, not {what}")
     fmt = get(format)
     axis = _from_end(x.dim(), axis)
     k, layer, operand = _key_arguments(key, rounding, x.device)
@@ -181,6 +192,8 @@ def _as_last_two(shape: Sequence[int], axis: int) -> tuple[tuple[int, ...], int]
 def _key_arguments(key: Key | None, rounding: str, device: torch.device) -> tuple[Tensor | None, int, int]:
     if key is None:
         return None, 0, 0
+    if not isinstance(key, Key):
+        raise NybbleError(f"key must be nybble.key(seed, step, layer, operand), not {key!r}")
     if rounding == "nearest":
         raise NybbleError('a key does nothing with rounding="nearest"; leave it out or choose "stochastic"')
     return key.tensor(device), key.layer, key.operand

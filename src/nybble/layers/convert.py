@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from nybble.errors import RecipeError
+from nybble.errors import NybbleError, RecipeError
 from nybble.layers.experts import DOWN, Experts, experts_class
 from nybble.layers.linear import Linear, linear_class
 from nybble.layers.step import StepState
@@ -15,7 +15,7 @@ from nybble.layers.weights import Spec, WeightCache
 from nybble.recipes import GemmTable, Recipe, Row, Table, load_recipe, resolve
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Report:
     """What `convert` did."""
 
@@ -23,6 +23,10 @@ class Report:
     resolved: Table
     state: StepState
     """Shared by the converted layers; `set_step` moves it."""
+
+    def __repr__(self) -> str:
+        count = sum(row.gemms.quantised and not row.protected for row in self.resolved.rows)
+        return f"Report(recipe {self.recipe.name}, {count} modules quantised; table() shows all)"
 
     def table(self) -> str:
         """The resolved precision table as text."""
@@ -51,6 +55,8 @@ def convert(
         RecipeError: when a rule matches nothing, a feature axis is not a whole number of blocks, or a module
             cannot be computed as the recipe asks. The model is then unchanged.
     """
+    if not isinstance(model, nn.Module):
+        raise NybbleError(f"model must be a torch.nn.Module, not {type(model).__name__}")
     chosen = load_recipe(recipe)
     table = resolve(chosen, model, steps)
     modules = dict(model.named_modules())

@@ -19,6 +19,7 @@ class StepState:
     """
 
     def __init__(self, seed: int = 0) -> None:
+        check_range("seed", seed)
         self.seed, self.step, self.micro = seed, 0, 0
         self.part = 0
         """Which of equal consecutive parts of the batch's tokens the layers see: 0 unless ranks share one."""

@@ -35,6 +35,8 @@ def load_recipe(source: "str | Path | Mapping[str, Any] | Recipe") -> Recipe:
         return source
     if isinstance(source, Mapping):
         return _Reader("the recipe's dict", "").recipe(source, str(source.get("name", "custom")))
+    if not isinstance(source, str | Path):
+        raise RecipeError(f"a recipe is a name, a TOML file, a dict or a Recipe, not {source!r}")
     path = _FOLDER / f"{source}.toml"
     if str(source) not in builtin():
         path = Path(source)
