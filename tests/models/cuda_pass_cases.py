@@ -92,7 +92,9 @@ def mixtures() -> None:
             stand_ins = [finished.StandIn.apply(x, EPS) for x in rest[n:]]
             ys = ()
             for _ in range(layers):
-                some = mix.Mix.apply(EPS, 1e-5, copies, dtype, query, last, *rest[:n], *whole, *stand_ins)
+                some = mix.Mix.apply(
+                    EPS, 1e-5, copies, dtype, None, query, last, *rest[:n], *whole, *stand_ins
+                )
                 last, *stand_ins = some[sum(copies) :]
                 ys = (*ys, *some[: sum(copies)])
             return *ys, last
@@ -115,18 +117,21 @@ def convolutions() -> None:
     for documents in (None, segments):
         same = () if documents is None else same_document(documents, None, K)
         starts = None if documents is None else document_starts(documents, None)
-        for residual, dtype in (
-            (None, BF16),
-            (torch.randn(B, S, C), BF16),
-            (torch.randn(B, S, C).to(BF16), torch.float32),
+        for residual, dtype, apart in (
+            (None, BF16, False),
+            (torch.randn(B, S, C), BF16, False),
+            (torch.randn(B, S, C), BF16, True),
+            (torch.randn(B, S, C).to(BF16), torch.float32, False),
         ):
 
             def want(x, weight, residual=None, same=same, dtype=dtype):
                 y = causal_conv(x.float() + 0, plain_taps(weight), None, None, same)
                 return ((y if residual is None else y + residual.float()).to(dtype),)
 
-            def got(x, weight, residual=None, starts=starts, dtype=dtype):
-                return (conv.ShortConv.apply(x, weight, starts, residual, dtype),)
+            def got(x, weight, residual=None, starts=starts, dtype=dtype, apart=apart):
+                graph = residual.to(dtype) if apart else None
+                value = residual.detach() if apart else residual
+                return (conv.ShortConv.apply(x, weight, starts, value, dtype, graph),)
 
             compare(got, want, x, weight, *([] if residual is None else [residual]))
 

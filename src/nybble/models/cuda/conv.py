@@ -192,7 +192,10 @@ def walks(tokens: int, most: int, strips: int = 1) -> tuple[int, int]:
 
 class ShortConv(torch.autograd.Function):
     """x [B, S, C], weight [C, 1, K], starts [B, S] (see `Context`) or None, residual [B, S, C] or None ->
-    [B, S, C] in `dtype`."""
+    [B, S, C] in `dtype`.
+
+    `graph`, in that dtype, takes the gradient of the residual if it is given: that of the result as it is.
+    """
 
     @staticmethod
     def forward(
@@ -202,6 +205,7 @@ class ShortConv(torch.autograd.Function):
         starts: Tensor | None,
         residual: Tensor | None,
         dtype: torch.dtype,
+        graph: Tensor | None,
     ) -> Tensor:
         x, weight = x.contiguous(), weight.contiguous()
         starts = None if starts is None else starts.contiguous()
@@ -216,7 +220,8 @@ class ShortConv(torch.autograd.Function):
                 COLUMNS, num_warps=STRIPS,
             )  # fmt: skip
         ctx.save_for_backward(x, weight, starts)
-        ctx.residual = None if residual is None else residual.dtype
+        ctx.residual = None if residual is None or graph is not None else residual.dtype
+        ctx.graph = graph is not None
         return y
 
     @staticmethod
@@ -237,4 +242,4 @@ class ShortConv(torch.autograd.Function):
                 starts is not None, dresidual is not None and dresidual is not dy, each, STRIDE, STRIPS,
                 COLUMNS, num_warps=STRIPS,
             )  # fmt: skip
-        return dx, add(sums, weight.dtype)[0], None, dresidual, None
+        return dx, add(sums, weight.dtype)[0], None, dresidual, None, dy if ctx.graph else None

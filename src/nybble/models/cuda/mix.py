@@ -197,7 +197,8 @@ class Mix(torch.autograd.Function):
     each as often as `copies` says, the running block and the stand-ins.
 
     The copies are one tensor: so many readers that their gradients are added in the backward pass here. For
-    the same reason the running block and the stand-ins are handed on: who reads them later takes those.
+    the same reason the running block and the stand-ins are handed on: who reads them later takes those. With
+    `sum_dtype`, in place of the running block, a stand-in of that dtype.
     """
 
     @staticmethod
@@ -207,6 +208,7 @@ class Mix(torch.autograd.Function):
         norm_eps: float,
         copies: tuple[int, ...],
         dtype: torch.dtype,
+        sum_dtype: torch.dtype | None,
         query: Tensor,
         running: Tensor,
         *rest: Tensor,
@@ -229,6 +231,8 @@ class Mix(torch.autograd.Function):
         out = [
             y if i == 0 else y.view_as(y) for y, count in zip(ys, copies, strict=True) for i in range(count)
         ]
+        if sum_dtype is not None:
+            running = running.new_empty((), dtype=sum_dtype).expand(running.shape)
         return *out, running, *stand_ins
 
     @staticmethod
@@ -259,4 +263,4 @@ class Mix(torch.autograd.Function):
             gradient(x, g, *(Term(ds[i], shares[i, j], query[i], root) for i in range(n)))
             for j, (x, g) in enumerate(zip(stand_ins, later, strict=True))
         ]
-        return None, None, None, None, dquery.view(query.shape), drunning, *dscales, *(None,) * m, *dblocks
+        return *(None,) * 5, dquery.view(query.shape), drunning, *dscales, *(None,) * m, *dblocks

@@ -12,6 +12,7 @@ from nybble.models.context import Context
 from nybble.models.conv import causal_conv, lagged
 from nybble.models.cpu import conv as fused
 from nybble.models.cuda import on_gpu
+from nybble.models.inkling2.residual import Source
 from nybble.models.linear import Linear
 
 
@@ -34,7 +35,7 @@ class ShortConvolution(nn.Module):
         self,
         x: Tensor,
         context: Context,
-        residual: Tensor | None = None,
+        residual: Tensor | Source | None = None,
         dtype: torch.dtype | None = None,
     ) -> Tensor:
         """In `dtype`, the input's by default, after `residual` [B, S, C] was added in FP32."""
@@ -42,11 +43,13 @@ class ShortConvolution(nn.Module):
         if on_gpu(x):
             from nybble.models.cuda.conv import ShortConv
 
+            residual, graph = residual if isinstance(residual, Source) else (residual, None)
             if past is None:
-                return ShortConv.apply(x, self.conv1d.weight, context.starts, residual, dtype)
+                return ShortConv.apply(x, self.conv1d.weight, context.starts, residual, dtype, graph)
             line, starts, before = _behind(past, x, context.starts)
-            residual = None if residual is None else F.pad(residual, (0, 0, before, 0))
-            return ShortConv.apply(line, self.conv1d.weight, starts, residual, dtype)[:, before:]
+            residual, graph = (None if r is None else F.pad(r, (0, 0, before, 0)) for r in (residual, graph))
+            return ShortConv.apply(line, self.conv1d.weight, starts, residual, dtype, graph)[:, before:]
+        assert not isinstance(residual, Source)
         if past is None and by_hand_in_any_mode(x) and dtype == self.conv1d.weight.dtype == torch.float32:
             return _ShortConvolution.apply(x, self.conv1d.weight, residual, *context.same)
         y = causal_conv(x.float(), plain_taps(self.conv1d.weight), None, past, context.same)

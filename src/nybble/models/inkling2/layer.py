@@ -80,11 +80,11 @@ class DecoderLayer(nn.Module):
         partial = self.post_attention_convolution(attended, context, residual, torch.float32)
         if self.is_block_boundary:
             blocks = (*blocks, finished(hidden))
-        (x, routed), partial, blocks = self.mlp_input(
-            blocks, partial, (self.post_attention_layernorm,), (2,), dtype
+        (x, routed), residual, blocks = self.mlp_input(
+            blocks, partial, (self.post_attention_layernorm,), (2,), dtype, dtype
         )
         out, counts = self.mlp(x, routed)
-        return self.post_mlp_convolution(out, context, partial, dtype), blocks, counts
+        return self.post_mlp_convolution(out, context, residual, dtype), blocks, counts
 
 
 class SlidingDecoderLayer(DecoderLayer):

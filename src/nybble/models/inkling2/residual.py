@@ -4,7 +4,7 @@ Each source is RMS-normalised; a learned query scores it; a softmax over sources
 never change: all later layers share what `finished` makes of them.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -38,9 +38,17 @@ class _MixNorm(torch.autograd.Function):
         return None, dq * scaled.shape[1] ** -0.5, dpartial, *dgains, *dblocks
 
 
-Block = Tensor | tuple[Tensor, Tensor]
-"""What mixtures take of a block [B, S, H] that has ended: its RMS norm in FP32; on GPUs the block itself,
-which their kernel normalises (half the bytes as a rule), and what stands for the norm in the graph."""
+class Source(NamedTuple):
+    """A tensor [B, S, H] in two on GPUs: which one kernels read, and which one gradients go to."""
+
+    value: Tensor
+    graph: Tensor
+    """Without memory. Its dtype is that of its gradient."""
+
+
+Block = Tensor | Source
+"""What mixtures take of a block [B, S, H] that has ended: its RMS norm in FP32, or on GPUs the block itself,
+which their kernel normalises: half the bytes as a rule."""
 
 
 def finished(hidden: Tensor) -> Block:
@@ -48,7 +56,7 @@ def finished(hidden: Tensor) -> Block:
     if on_gpu(hidden):
         from nybble.models.cuda.blocks import StandIn
 
-        return hidden.detach(), StandIn.apply(hidden, EPS)
+        return Source(hidden.detach(), StandIn.apply(hidden, EPS))
     normed: Tensor = rms_norm(hidden, None, EPS)
     return normed
 
@@ -70,7 +78,8 @@ class BlockAttentionResidual(nn.Module):
         norms: tuple[RMSNorm, ...],
         copies: tuple[int, ...],
         dtype: torch.dtype,
-    ) -> tuple[tuple[Tensor, ...], Tensor, tuple[Block, ...]]:
+        sum_dtype: torch.dtype | None = None,
+    ) -> tuple[tuple[Tensor, ...], Tensor | Source, tuple[Block, ...]]:
         """The mixtures behind their norms, and what the next reader of the sources takes.
 
         Args:
@@ -79,6 +88,8 @@ class BlockAttentionResidual(nn.Module):
             norms: one for each query.
             copies: how many read each mixture.
             dtype: of the mixtures.
+            sum_dtype: of the sum that partial becomes a part of next, if it has no other reader: on GPUs its
+                gradient then stays in that dtype.
 
         Returns:
             Each mixture [B, S, H] as often as it is read; partial; blocks. On GPUs all of these are there
@@ -91,9 +102,11 @@ class BlockAttentionResidual(nn.Module):
             count = sum(copies)
             whole, stand_ins = zip(*blocks, strict=True) if blocks else ((), ())
             ys = Mix.apply(
-                EPS, norms[0].eps, copies, dtype, self._queries(), partial, *scales, *whole, *stand_ins
-            )
-            return ys[:count], ys[count], tuple(zip(whole, ys[count + 1 :], strict=True))
+                EPS, norms[0].eps, copies, dtype, sum_dtype, self._queries(), partial,
+                *scales, *whole, *stand_ins,
+            )  # fmt: skip
+            handed = ys[count] if sum_dtype is None else Source(partial.detach(), ys[count])
+            return ys[:count], handed, tuple(map(Source, whole, ys[count + 1 :]))
         H, hooked = partial.shape[-1], any(norm._forward_hooks for norm in norms)
         partial, queries = partial.float(), self._queries().float()
         normed = tuple(x for x in blocks if isinstance(x, Tensor))
