@@ -66,11 +66,12 @@ def pushed(xs, past):
 
 
 @triton.jit
-def _before(pointer, last, T, c, C, U: tl.constexpr):
-    """U tokens from `last` backwards, as they are in memory."""
+def _before(pointer, last, there, T, c, C, U: tl.constexpr):
+    """U tokens from `last` backwards, as they are in memory; zeros if they are not `there`."""
     out = ()
     for i in tl.static_range(U):
-        out = out + (tl.load(pointer + (last - i) * C + c, mask=(last - i < T) & (c < C), other=0.0),)
+        mask = there & (last - i < T) & (c < C)
+        out = out + (tl.load(pointer + (last - i) * C + c, mask=mask, other=0.0),)
     return out
 
 
@@ -149,15 +150,15 @@ def conv_backward(
     for lag in tl.static_range(1, K):
         later = later + (row(dy_ptr, last + lag, (last + lag < T) & (c < C), c, C),)
         sums = sums + (tl.zeros((BR, BC), tl.float32),)
-    next_xs = _before(x_ptr, last, T, c, C, U)
-    next_dys = _before(dy_ptr, last, T, c, C, U)
+    next_xs = _before(x_ptr, last, True, T, c, C, U)
+    next_dys = _before(dy_ptr, last, True, T, c, C, U)
     for step in range(0, EACH, U):
         xs = _floats(next_xs)
         dys = _floats(next_dys)
         ahead = last - step - U
-        end = tl.where(step + U < EACH, T, 0)
-        next_xs = _before(x_ptr, ahead, end, c, C, U)
-        next_dys = _before(dy_ptr, ahead, end, c, C, U)
+        there = step + U < EACH  # beyond its strip, the first program would read before the tensor
+        next_xs = _before(x_ptr, ahead, there, T, c, C, U)
+        next_dys = _before(dy_ptr, ahead, there, T, c, C, U)
         for i in tl.static_range(U):
             t = last - step - i
             here = (t < T) & (c < C)
