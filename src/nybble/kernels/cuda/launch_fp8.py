@@ -37,7 +37,7 @@ def product_of_rows(
     E, N, C = w_codes.shape
     R = codes.shape[0] if index is None else index.shape[0]
     out = torch.empty(R, N, dtype=torch.bfloat16, device=codes.device)
-    if not out.numel():
+    if not out.numel() or not E:
         return out
     codes, w = codes.contiguous(), w_codes.contiguous().view(E * N, C)
     tiles = (R // BM + E) * cdiv(N, 2 * BN)
