@@ -28,6 +28,13 @@ def test_exact_sums_equal_the_plain_product(N, C):
     fp8_cases.check(launch_fp8, torch.device("cuda"), SIZES, N, C, both)
 
 
+def test_more_groups_than_are_sorted_by_length():
+    from nybble.kernels.cuda import launch_fp8
+
+    sizes = [i % 5 * 9 for i in range(launch_fp8.SORT_LIMIT + 6)]
+    fp8_cases.check(launch_fp8, torch.device("cuda"), sizes, 64, 96, (torch.float32,))
+
+
 def test_torch_multiplies_alike():
     """But for FP32 results, which it rounds to BF16 first."""
     fp8_cases.check(TORCH, torch.device("cuda"), SIZES, 448, 512, (torch.bfloat16,))
