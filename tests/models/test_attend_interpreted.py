@@ -20,8 +20,9 @@ needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, re
 
 @needs_triton
 def test_interpreted_attention_kernels_equal_the_formula() -> None:
+    script = Path(__file__).with_name("interpreted_attend.py")
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(Path(__file__).with_name("interpreted_attend.py"))],
+        [sys.executable, "-W", "ignore", str(script.parents[1] / "watched.py"), str(script)],
         env={**os.environ, "TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,

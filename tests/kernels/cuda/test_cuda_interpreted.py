@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+WATCHED = Path(__file__).parents[2] / "watched.py"
+"""Runs a script with an eye on the addresses that kernels touch."""
+
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
 
 
@@ -30,10 +33,14 @@ def test_interpreted_rows_times_codes():
     run("interpreted_coded_rows.py")
 
 
+def test_addresses_outside_of_a_launchs_tensors_are_found():
+    run("interpreted_bounds.py")
+
+
 def run(name: str, *arguments: str) -> None:
     script = Path(__file__).with_name(name)
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(script), *arguments],
+        [sys.executable, "-W", "ignore", str(WATCHED), str(script), *arguments],
         env={**os.environ, "TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,
