@@ -3,10 +3,10 @@
 import expert_cases
 import pytest
 import torch
-from cuda_cases import hostile, moved, requantized, stochastic
+from cuda_cases import hostile, moved, requantized, same, stochastic
 from torch import nn
 
-from nybble.kernels import direct, fused, hopper
+from nybble.kernels import direct, fused, hopper, weight_codes
 from nybble.layers import convert, set_step
 from nybble.models.inkling2.experts import SoftcappedSwiGLU
 
@@ -42,6 +42,14 @@ def test_columns_of_matrices_equal_the_reference(matrices):
     w = hostile(matrices * 100, 264).view(matrices, 100, 264)
     call = requantized(w, "nvfp4", "matrix", "fp8-row", stochastic())
     assert call.wrong(direct, "cuda") == []
+
+
+def test_codes_and_values_of_a_weight_equal_the_reference():
+    w = hostile(300, 264, torch.float32).view(3, 100, 264)
+    arguments = ("nvfp4", "nearest", "matrix")
+    want = weight_codes.codes_and_values(w, *arguments)
+    got = fused.codes_and_values(w.cuda(), *arguments)
+    assert all(same(g.cpu(), t) for g, t in zip(got, want, strict=True))
 
 
 class Experts(nn.Module):
