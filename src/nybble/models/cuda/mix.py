@@ -3,7 +3,7 @@
 Legend: T tokens, H hidden, m sources: the finished blocks, then the running one, each RMS-normalised here.
     score[i, j] = <source_j, query_i> / sqrt(H)      weight[i] = softmax over j of score[i]
     y_i = norm_i(sum_j weight[i, j] source_j)        norm_i: RMS norm with a learned scale
-The backward pass computes all of it again from the sources; it reads and writes each of them once. All sums
+The backward pass computes all of it again from the sources, each of which it reads once. All sums
 over features that it needs follow from products of what it reads, so that these are added in one round.
 """
 # mypy: ignore-errors
