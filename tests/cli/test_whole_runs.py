@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from micro import add_preset, make_data
+from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, Inkling2ForCausalLM
 
 from nybble.cli import main
@@ -212,6 +213,32 @@ def test_the_model_folder_loads_in_transformers_with_the_weights_of_the_run(whol
     tokenizer = AutoTokenizer.from_pretrained(folder)
     assert tokenizer.decode(tokenizer("the state of the union")["input_ids"]) == "the state of the union"
     assert theirs.generation_config.eos_token_id == tokenizer.eos_token_id
+
+
+def test_a_damaged_model_folder_is_refused_in_one_line(
+    whole: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def refused() -> str:
+        assert main(["sample", str(folder), "--max-new-tokens", "1"]) == 1
+        error = capfd.readouterr().err
+        assert error.startswith("error: ")
+        assert error.count("\n") == 1
+        return error
+
+    folder = tmp_path / "model"
+    shutil.copytree(whole / "checkpoints" / "step_00000008" / "model", folder)
+    weights, config = folder / "model.safetensors", folder / "config.json"
+    tensors, settings = load_file(weights), json.loads(config.read_text())
+    save_file({k: v for k, v in tensors.items() if "w2" not in k}, weights, {"format": "pt"})
+    assert "lacks 2 of the model's weights, such as model.layers.0.mlp.experts.down_proj" in refused()
+    save_file(tensors, weights, {"format": "pt"})
+    config.write_text(json.dumps(settings | {"hidden_size": 128}))
+    assert "its weights have other shapes than its config.json says" in refused()
+    config.write_text("[]")
+    assert "config.json" in refused()
+    config.write_text(json.dumps(settings))
+    os.truncate(weights, 5000)
+    assert "model.safetensors: truncated" in refused()
 
 
 def test_existing_runs_are_left_alone(data: Path, whole: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from nybble.errors import CheckpointError
 from nybble.pretrain.metrics import MetricsFile, duration, read, step_line
 
 
@@ -24,6 +25,15 @@ def test_resume_drops_later_steps_and_a_line_cut_short(tmp_path: Path, tail: str
     file.write({"step": 2})
     file.close()
     assert [row["step"] for row in read(path)] == [1, 2]
+
+
+@pytest.mark.parametrize("line", ["garbage", "[]", "{}", "\0\0\0"])
+def test_a_line_that_is_no_row_is_named(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "m.jsonl"
+    path.write_text(f'{{"step": 1}}\n{line}\n')
+    for act in (read, lambda path: MetricsFile(path, keep_steps=2)):
+        with pytest.raises(CheckpointError, match=r"m\.jsonl, line 2 is no row of metrics; delete that line"):
+            act(path)
 
 
 def test_not_a_number_is_never_written(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ recipe.toml                                               precision of every GEM
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,7 +18,9 @@ from torch.distributed.tensor import DTensor
 from transformers.utils import logging
 
 from nybble import together
+from nybble.checkpoints.header import read_json
 from nybble.checkpoints.manifest import NAME, read_manifest, verify
+from nybble.checkpoints.safetensors_io import Folder
 from nybble.checkpoints.store import latest
 from nybble.data import TextTokenizer, load_tokenizer
 from nybble.errors import CheckpointError
@@ -44,7 +45,7 @@ def save_model(folder: Path, model: CausalLM, tokenizer: TextTokenizer, recipe: 
     weights = _whole_weights(model) if together.active() else None
 
     def write() -> None:
-        with _no_progress_bar():
+        with _quiet():
             model.save_pretrained(folder, state_dict=weights)
         tokenizer.save(folder)
         (folder / "recipe.toml").write_text(recipe.to_toml(), encoding="utf-8")
@@ -63,13 +64,15 @@ def _whole_weights(model: CausalLM) -> dict[str, Tensor]:
 
 
 @contextmanager
-def _no_progress_bar() -> Iterator[None]:
-    """Keeps the bar that transformers draws for every folder it writes or reads out of a run's output."""
-    shown = logging.is_progress_bar_enabled()
+def _quiet() -> Iterator[None]:
+    """Keeps the bar and the report of transformers for every folder it writes or reads out of the output."""
+    shown, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()
+    logging.set_verbosity_error()
     try:
         yield
     finally:
+        logging.set_verbosity(level)
         if shown:
             logging.enable_progress_bar()
 
@@ -98,22 +101,14 @@ def find_model(path: Path) -> Path:
     )
 
 
-def _is_quantised(folder: Path) -> bool:
-    """Whether its config says that its weights are codes."""
-    try:
-        return "quantization_config" in json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-
-
 def load_model(path: Path, recipe: str = "", device: torch.device | None = None) -> TrainedModel:
     """Loads the model of a run, a checkpoint or a folder, and converts it with its own recipe or another.
 
     Raises CheckpointError naming the file that is missing or damaged.
     """
     folder = find_model(path)
-    own = folder / "recipe.toml"
-    if _is_quantised(folder):
+    own, config = folder / "recipe.toml", read_json(folder / "config.json")
+    if "quantization_config" in config:
         raise CheckpointError(
             f"{folder} holds quantised weights for serving programs; bring them back with "
             f"nybble import {folder} --out NEW, and name NEW"
@@ -124,13 +119,8 @@ def load_model(path: Path, recipe: str = "", device: torch.device | None = None)
         )
     chosen = load_recipe(recipe or own)
     tokenizer = load_tokenizer(folder)
-    try:
-        with _no_progress_bar():
-            config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-            kind = _known_family(folder, str(config.get("model_type")))
-            model = kind.model_class.from_pretrained(folder, dtype=torch.float32)
-    except (OSError, ValueError, KeyError, RuntimeError, json.JSONDecodeError) as error:
-        raise CheckpointError(f"{folder} cannot be loaded: {error}") from None
+    kind = _known_family(folder, str(config.get("model_type")))
+    model = _from_pretrained(kind, folder)
     if tokenizer.vocab_size > model.vocabulary:
         raise CheckpointError(
             f"{folder}: the tokeniser has {tokenizer.vocab_size} tokens, the model only {model.vocabulary}"
@@ -138,6 +128,25 @@ def load_model(path: Path, recipe: str = "", device: torch.device | None = None)
     model.to(device or torch.device("cpu"))
     report = convert(model, chosen)
     return TrainedModel(model=model.eval(), tokenizer=tokenizer, recipe=chosen, report=report)
+
+
+def _from_pretrained(kind: Family, folder: Path) -> CausalLM:
+    if any(folder.glob("*.safetensors")):
+        Folder.open(folder)  # whose headers and index must be sound
+    try:
+        with _quiet():
+            model, info = kind.model_class.from_pretrained(
+                folder, dtype=torch.float32, output_loading_info=True
+            )
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        if "ignore_mismatched_sizes" in str(error):
+            error = ValueError("its weights have other shapes than its config.json says")
+        raise CheckpointError(f"{folder} cannot be loaded: {error}") from None
+    if missing := sorted(info["missing_keys"]):  # transformers gives them random values
+        raise CheckpointError(
+            f"{folder} lacks {len(missing)} of the model's weights, such as {missing[0]}; copy it again"
+        )
+    return model
 
 
 def _known_family(folder: Path, model_type: str) -> Family:

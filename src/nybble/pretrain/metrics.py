@@ -7,6 +7,8 @@ import os
 from pathlib import Path
 from typing import Any, TextIO
 
+from nybble.errors import CheckpointError
+
 TIMING_FIELDS = frozenset({"elapsed_s", "tokens_per_s", "memory_gib", "mfu", "exchange_wait_s"})
 """Fields that differ between two runs of the same settings; all others are equal, bit for bit."""
 
@@ -40,8 +42,8 @@ def truncate(path: Path, keep_steps: int) -> None:
     """Drops every line whose step is above `keep_steps`, and a line that a kill cut short."""
     with open(path, "rb+") as file:
         end = 0
-        for line in file:
-            if not line.endswith(b"\n") or json.loads(line)["step"] > keep_steps:
+        for number, line in enumerate(file, start=1):
+            if not line.endswith(b"\n") or _row(path, number, line)["step"] > keep_steps:
                 break
             end += len(line)
         file.truncate(end)
@@ -49,8 +51,18 @@ def truncate(path: Path, keep_steps: int) -> None:
 
 def read(path: Path) -> list[dict[str, Any]]:
     """Every finished line of a metrics file."""
-    with open(path, encoding="utf-8") as file:
-        return [json.loads(line) for line in file if line.endswith("\n")]
+    with open(path, "rb") as file:
+        return [_row(path, n, line) for n, line in enumerate(file, start=1) if line.endswith(b"\n")]
+
+
+def _row(path: Path, number: int, line: bytes) -> dict[str, Any]:
+    """The row in a finished line. Raises CheckpointError for a line that holds none."""
+    try:
+        row: dict[str, Any] = json.loads(line)
+        row["step"]
+    except (ValueError, TypeError, KeyError):
+        raise CheckpointError(f"{path}, line {number} is no row of metrics; delete that line") from None
+    return row
 
 
 def step_line(row: dict[str, Any], steps: int, eta_s: float) -> str:
