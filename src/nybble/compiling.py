@@ -11,7 +11,12 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-COMPILERS = ("numba.core.compiler", "triton.backends.", "torch._inductor.compile_fx")
+COMPILERS = (
+    "numba.core.compiler",
+    "triton.backends.nvidia.compiler",
+    "triton.backends.amd.compiler",
+    "torch._inductor.compile_fx",
+)
 """Modules that are on a stack while something is compiled, and not while it is read from a cache or run."""
 
 LOOK_S = 1.0

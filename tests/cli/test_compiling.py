@@ -34,12 +34,13 @@ def test_a_compiler_that_takes_long_is_told_once(module: str) -> None:
     assert said == ["compiling kernels for this machine, up to a minute; later starts find them"]
 
 
-def test_caches_and_short_compilers_are_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_caches_launches_and_short_compilers_are_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiling, "LOOK_S", 0.1)
     said: list[str] = []
     with compiling.told(said.append):
         within("numba.core.compiler", 0.05)()
         within("numba.core.caching", 0.3)()
+        within("triton.backends.nvidia.driver", 0.3)()
     assert not said
 
 
