@@ -29,7 +29,7 @@ def compiling() -> bool:
     for top in sys._current_frames().values():
         frame = top
         while frame is not None:
-            if frame.f_globals.get("__name__", "").startswith(COMPILERS):
+            if str(frame.f_globals.get("__name__")).startswith(COMPILERS):
                 return True
             frame = frame.f_back  # type: ignore[assignment]
     return False
