@@ -241,13 +241,18 @@ def test_a_damaged_model_folder_is_refused_in_one_line(
     assert "model.safetensors: truncated" in refused()
 
 
-def test_existing_runs_are_left_alone(data: Path, whole: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_existing_runs_are_left_alone(
+    data: Path, whole: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = (whole / "metrics.jsonl").read_bytes()
     words = ["pretrain", "micro", "--data", str(data), "--out", str(whole)]
     assert main(words) == 1
     assert "already holds a run" in capsys.readouterr().err
     assert main([*words, "--resume", "--lr", "0.5"]) == 1
     assert "lr is 0.5, but the run to resume has 0.01" in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    assert main([*words, "--overwrite", "--wandb", "project"]) == 1
+    assert "--wandb needs the extra" in capsys.readouterr().err
     assert (whole / "metrics.jsonl").read_bytes() == before
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,8 +18,15 @@ class Sink(Protocol):
     def close(self) -> None: ...
 
 
+def check_sinks(config: LogConfig) -> None:
+    """Raise ConfigError naming the extra that a sink needs which `config` asks for and which is missing."""
+    for name, wanted in (("tensorboard", config.tensorboard), ("wandb", bool(config.wandb))):
+        if wanted and find_spec(name) is None:
+            raise ConfigError(f"--{name} needs the extra: pip install 'nybble[{name}]'")
+
+
 def open_sinks(config: LogConfig, run: Path, settings: dict[str, Any], first_step: int) -> list[Sink]:
-    """The sinks that `config` asks for. Raises ConfigError naming the extra that a missing one needs."""
+    """The sinks that `config` asks for, which `check_sinks` has found."""
     sinks: list[Sink] = []
     if config.tensorboard:
         sinks.append(_TensorBoard(run, first_step))
@@ -34,10 +42,8 @@ def scalars(row: dict[str, Any]) -> dict[str, float]:
 
 class _TensorBoard:
     def __init__(self, run: Path, first_step: int) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError:
-            raise ConfigError("--tensorboard needs the extra: pip install 'nybble[tensorboard]'") from None
+        from torch.utils.tensorboard import SummaryWriter
+
         # purge_step hides what a killed run logged beyond the checkpoint from which this one goes on.
         self._writer = SummaryWriter(str(run / "tensorboard"), purge_step=first_step)
 
@@ -51,10 +57,8 @@ class _TensorBoard:
 
 class _Wandb:
     def __init__(self, project: str, run: Path, settings: dict[str, Any]) -> None:
-        try:
-            import wandb
-        except ImportError:
-            raise ConfigError("--wandb needs the extra: pip install 'nybble[wandb]'") from None
+        import wandb
+
         self._run = wandb.init(project=project, name=run.name, dir=str(run), config=settings)
 
     def write(self, step: int, scalars: dict[str, float]) -> None:

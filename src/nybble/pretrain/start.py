@@ -27,7 +27,7 @@ from nybble.pretrain.device import numerics_status, pick_device
 from nybble.pretrain.loop import train
 from nybble.pretrain.runfolder import RunFolder, environment
 from nybble.pretrain.session import Session
-from nybble.pretrain.sinks import open_sinks
+from nybble.pretrain.sinks import check_sinks, open_sinks
 from nybble.pretrain.stop import StopRequest
 from nybble.recipes import Recipe, load_recipe
 
@@ -46,6 +46,7 @@ def pretrain(
     device = rank_device(pick_device(config.device))
     if config.graph and device.type != "cuda":
         raise ConfigError("graph works on GPUs; leave it out")
+    check_sinks(config.log)
     if config.threads:
         torch.set_num_threads(config.threads)
     monitor, exchanges = Monitor(), config.parallel

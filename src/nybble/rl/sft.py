@@ -38,7 +38,7 @@ from nybble.pretrain.device import numerics_status, pick_device
 from nybble.pretrain.loop import train
 from nybble.pretrain.runfolder import RunFolder, environment
 from nybble.pretrain.session import Session
-from nybble.pretrain.sinks import open_sinks
+from nybble.pretrain.sinks import check_sinks, open_sinks
 from nybble.pretrain.stop import StopRequest
 from nybble.recipes import load_recipe
 from nybble.rl.problems import Problems
@@ -104,6 +104,7 @@ def fine_tune(config: SFTConfig, *, resume: bool = False, overwrite: bool = Fals
     """Trains, and returns the exit status, as `pretrain` does; of several ranks each takes a share of the
     rows and of the model."""
     device = rank_device(pick_device(config.device))
+    check_sinks(config.log)
     if config.threads:
         torch.set_num_threads(config.threads)
     monitor, limits = Monitor(), config.parallel

@@ -25,7 +25,7 @@ from nybble.pretrain.configfile import dump_run, flatten
 from nybble.pretrain.device import numerics_status, pick_device
 from nybble.pretrain.runfolder import RunFolder, environment
 from nybble.pretrain.session import Session
-from nybble.pretrain.sinks import open_sinks
+from nybble.pretrain.sinks import check_sinks, open_sinks
 from nybble.pretrain.stop import StopRequest
 from nybble.recipes import Recipe, load_recipe
 from nybble.rl import rollout as files
@@ -56,6 +56,7 @@ def reinforce(config: RLConfig, *, resume: bool = False, overwrite: bool = False
             "model: name a run (such as one of nybble sft), a checkpoint or a folder with a model"
         )
     device = rank_device(pick_device(config.device))
+    check_sinks(config.log)
     if config.threads:
         torch.set_num_threads(config.threads)
     limits = config.session_config().parallel
