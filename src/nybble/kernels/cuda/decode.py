@@ -111,12 +111,16 @@ def decode_rows(
 
 
 @triton.jit(do_not_specialize=["rows", "groups"])
-def zero_tail(values_ptr, offs_ptr, rows, columns, groups, BR: tl.constexpr, N: tl.constexpr):
-    """Zero the rows at or beyond the last offset of values [T, C]; a program takes N columns of BR rows."""
-    first = tl.program_id(0).to(tl.int64) * BR
+def zero_tail(
+    values_ptr, offs_ptr, rows, columns, groups, STEPS: tl.constexpr, BR: tl.constexpr, N: tl.constexpr
+):  # fmt: skip
+    """Zero the rows at or beyond the last offset of values [T, C]; a program takes N columns of BR rows, then
+    those behind all programs', STEPS times: as a rule there are none, and more programs would take longer."""
     end = tl.load(offs_ptr + groups - 1)
-    if first + BR > end:
-        row = first + tl.arange(0, BR)[:, None]
-        c = tl.program_id(1) * N + tl.arange(0, N)[None, :]
-        mask = (row >= end) & (row < rows) & (c < columns)
-        tl.store(values_ptr + (row * columns + c), tl.zeros((BR, N), tl.float32), mask=mask)
+    c = tl.program_id(1) * N + tl.arange(0, N)[None, :]
+    for step in range(STEPS):
+        first = end + (step * tl.num_programs(0) + tl.program_id(0)) * BR
+        if first < rows:
+            row = (first + tl.arange(0, BR)[:, None]).to(tl.int64)
+            mask = (row < rows) & (c < columns)
+            tl.store(values_ptr + (row * columns + c), tl.zeros((BR, N), tl.float32), mask=mask)

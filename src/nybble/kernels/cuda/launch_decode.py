@@ -10,7 +10,7 @@ from nybble.kernels.cuda.launch_rows import SCALES, pow2
 
 LANES = 256
 """Words of eight elements of a program whose rows are narrow."""
-TAIL_ROWS = 16
+TAIL_ROWS, TAIL_PROGRAMS = 4, 256
 
 
 def decode_rows(
@@ -58,5 +58,8 @@ def zero_tail(values: Tensor, offs: Tensor) -> None:
     tokens, width = values.shape[-2:]
     n = min(1024, pow2(width))
     if tokens and width:
-        grid = (cdiv(tokens, TAIL_ROWS), cdiv(width, n))
-        kernel.zero_tail[grid](values, offs, tokens, width, offs.shape[0], BR=TAIL_ROWS, N=n)
+        programs = min(cdiv(tokens, TAIL_ROWS), TAIL_PROGRAMS)
+        steps = pow2(cdiv(tokens, programs * TAIL_ROWS))  # so that few kernels are compiled
+        kernel.zero_tail[(programs, cdiv(width, n))](
+            values, offs, tokens, width, offs.shape[0], STEPS=steps, BR=TAIL_ROWS, N=n
+        )
