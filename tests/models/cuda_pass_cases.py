@@ -7,10 +7,13 @@ triton.
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
+from itertools import chain, repeat
 from unittest.mock import patch
 
+import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from nybble.models import Inkling2ForCausalLM, presets
 from nybble.models.context import document_starts, same_document
@@ -18,11 +21,12 @@ from nybble.models.conv import causal_conv
 from nybble.models.cuda import blocks as finished
 from nybble.models.cuda import conv, conv_dynamic, gate, head, mix, norms, router, tiles
 from nybble.models.inkling2 import attention
+from nybble.models.inkling2 import residual as residuals
 from nybble.models.inkling2.conv import plain_dynamic_convolution, plain_taps
-from nybble.models.inkling2.residual import EPS, plain_mix
+from nybble.models.inkling2.residual import EPS, BlockAttentionResidual, plain_mix
 from nybble.models.inkling2.router import _Logits
 from nybble.models.loss import plain_rows
-from nybble.models.norms import CLIP_EPS, plain_l2_clip, plain_rms_norm
+from nybble.models.norms import CLIP_EPS, RMSNorm, plain_l2_clip, plain_rms_norm
 
 BF16 = torch.bfloat16
 
@@ -107,6 +111,61 @@ def mixtures() -> None:
             return *(y.to(dtype) for y in times * layers), last
 
         compare(got, want, query, last, *scales, *blocks)
+
+
+def finished_blocks() -> None:
+    """Gradients of a block that two mixtures read, by all ways on which autograd hands them on."""
+    H = 24
+    x, w = torch.randn(2, 5, H), torch.randn(2, 5, H)
+    mixture, norm = BlockAttentionResidual(H), RMSNorm(H, 1e-5)
+    torch.nn.init.normal_(mixture.query)
+    leaf = x.clone().requires_grad_()
+
+    def served(*by: bool):
+        return patch.object(residuals, "on_gpu", side_effect=chain(by, repeat(by[-1])))
+
+    def mixed(block, hidden, again):
+        def both(*blocks):
+            return mixture(blocks, hidden, (norm,), (1,), torch.float32)
+
+        return both(block) if again is None else again(both, block, use_reentrant=False)
+
+    def loss(x, again=None, by=(True,), hook=None, hand_on=True):
+        with served(*by):
+            blocks = (residuals.finished(x),)
+            if hook is not None:
+                blocks[0].graph.register_hook(hook)
+            total = 0.0
+            for _ in range(2):
+                (y,), _, later = mixed(*blocks, x * 0.5, again)
+                blocks = later if hand_on else blocks
+                total = total + (y * w).sum()
+        return total
+
+    want = torch.autograd.grad(loss(leaf, by=(False,)), (leaf, mixture.query))
+    ways = {
+        "as it is": {},
+        "computed again": {"again": checkpoint},
+        "a compiled part first": {"by": (False, True)},
+        "a compiled part later": {"by": (True, False)},
+        "watched": {"hook": lambda _: None},
+    }
+    for name, way in ways.items():
+        made = loss(leaf, **way)
+        for _ in range(1 if "again" in way else 2):
+            with served(True):  # what is computed again
+                got = torch.autograd.grad(made, (leaf, mixture.query), retain_graph=True)
+            for a, b in zip(got, want, strict=True):
+                torch.testing.assert_close(
+                    a, b, rtol=1e-4, atol=1e-5, msg=lambda m, name=name: f"{name}: {m}"
+                )
+    torch.testing.assert_close(torch.autograd.grad(loss(x), mixture.query)[0], want[1], rtol=1e-4, atol=1e-5)
+    handle = mixture.register_full_backward_hook(lambda *_: None)
+    torch.testing.assert_close(torch.autograd.grad(loss(leaf), leaf)[0], want[0], rtol=1e-4, atol=1e-5)
+    handle.remove()
+    for way in ({"hand_on": False}, {"hook": lambda g: g * 1}):
+        with pytest.raises(RuntimeError, match="without the terms"):
+            torch.autograd.grad(loss(leaf, **way), leaf)
 
 
 def convolutions() -> None:
@@ -231,7 +290,17 @@ def whole_model() -> None:
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}")
 
 
-CHECKS = (norms_of_rows, mixtures, convolutions, dynamic_convolutions, gates, losses, routes, whole_model)
+CHECKS = (
+    norms_of_rows,
+    mixtures,
+    finished_blocks,
+    convolutions,
+    dynamic_convolutions,
+    gates,
+    losses,
+    routes,
+    whole_model,
+)
 
 
 def run(check: Callable[[], None]) -> None:

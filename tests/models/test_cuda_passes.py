@@ -16,6 +16,7 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reas
 CHECKS = [
     "norms_of_rows",
     "mixtures",
+    "finished_blocks",
     "convolutions",
     "dynamic_convolutions",
     "gates",

@@ -4,6 +4,11 @@ Legend: T tokens, H hidden. A mixture i passes on the gradient d_i [T, H] behind
 each source j and token the weight w and the score's gradient c; then
     d source_j = sum over mixtures of (w * d_i + c * query_i / sqrt(H))
 Adding to that in memory, mixture after mixture, would read and write FP32 each time, or round each time.
+
+So what autograd passes on is a tensor without memory, whose attribute holds the terms so far; each mixture
+returns a new one. A stand-in has one reader, the next mixture, so autograd hands over that very object, and
+torch keeps a tensor's Python object while C++ holds the tensor. Where it would make another one, for a second
+reader or by a hook, the attribute is missing, and that is an error, never a part of a gradient.
 """
 # mypy: ignore-errors
 
@@ -80,7 +85,7 @@ class StandIn(torch.autograd.Function):
         x = x.contiguous()
         ctx.save_for_backward(x)
         ctx.eps = eps
-        return x.new_empty(()).expand(x.shape)
+        return x.new_zeros(()).expand(x.shape)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
@@ -104,11 +109,18 @@ class StandIn(torch.autograd.Function):
 
 def gradient(stand_in: Tensor, later: Tensor | None, *own: Term) -> Tensor:
     """The gradient of a stand-in: the terms of later mixtures and a mixture's own."""
-    g = stand_in.detach()
+    # one number, expanded: nothing that autograd would add to in place, which could keep the attribute
+    g = stand_in.detach()[(slice(1),) * stand_in.dim()].expand(stand_in.shape)
     g.terms = (*(() if later is None else terms(later)), *own)
     return g
 
 
 def terms(g: Tensor) -> tuple[Term, ...]:
-    """Of the gradient of a stand-in."""
-    return g.terms
+    """Of the gradient of a stand-in; RuntimeError if it is another tensor than a mixture returned."""
+    found = getattr(g, "terms", None)
+    if found is None:
+        raise RuntimeError(
+            "the gradient of a finished block came without the terms of its mixtures: a block must go from "
+            "one mixture to the next, each of which hands it on, and no hook may replace its gradient"
+        )
+    return found

@@ -232,7 +232,7 @@ class Mix(torch.autograd.Function):
             y if i == 0 else y.view_as(y) for y, count in zip(ys, copies, strict=True) for i in range(count)
         ]
         if sum_dtype is not None:
-            running = running.new_empty((), dtype=sum_dtype).expand(running.shape)
+            running = running.new_zeros((), dtype=sum_dtype).expand(running.shape)
         return *out, running, *stand_ins
 
     @staticmethod

@@ -43,13 +43,15 @@ class ShortConvolution(nn.Module):
         if on_gpu(x):
             from nybble.models.cuda.conv import ShortConv
 
-            residual, graph = residual if isinstance(residual, Source) else (residual, None)
+            graph = None
+            if isinstance(residual, Source):
+                graph, residual = residual.graph, residual.value.detach()
             if past is None:
                 return ShortConv.apply(x, self.conv1d.weight, context.starts, residual, dtype, graph)
             line, starts, before = _behind(past, x, context.starts)
             residual, graph = (None if r is None else F.pad(r, (0, 0, before, 0)) for r in (residual, graph))
             return ShortConv.apply(line, self.conv1d.weight, starts, residual, dtype, graph)[:, before:]
-        assert not isinstance(residual, Source)
+        residual = residual.value if isinstance(residual, Source) else residual
         if past is None and by_hand_in_any_mode(x) and dtype == self.conv1d.weight.dtype == torch.float32:
             return _ShortConvolution.apply(x, self.conv1d.weight, residual, *context.same)
         y = causal_conv(x.float(), plain_taps(self.conv1d.weight), None, past, context.same)

@@ -39,9 +39,10 @@ class _MixNorm(torch.autograd.Function):
 
 
 class Source(NamedTuple):
-    """A tensor [B, S, H] in two on GPUs: which one kernels read, and which one gradients go to."""
+    """A tensor [B, S, H] on GPUs, and which one its kernels' gradients go to."""
 
     value: Tensor
+    """What kernels read, detached; what is no kernel reads it as any tensor."""
     graph: Tensor
     """Without memory. Its dtype is that of its gradient."""
 
@@ -54,11 +55,15 @@ which their kernel normalises: half the bytes as a rule."""
 def finished(hidden: Tensor) -> Block:
     """The block [B, S, H] for mixtures."""
     if on_gpu(hidden):
-        from nybble.models.cuda.blocks import StandIn
-
-        return Source(hidden.detach(), StandIn.apply(hidden, EPS))
+        return _source(hidden)
     normed: Tensor = rms_norm(hidden, None, EPS)
     return normed
+
+
+def _source(hidden: Tensor) -> Source:
+    from nybble.models.cuda.blocks import StandIn
+
+    return Source(hidden, StandIn.apply(hidden, EPS))
 
 
 class BlockAttentionResidual(nn.Module):
@@ -100,16 +105,18 @@ class BlockAttentionResidual(nn.Module):
 
             scales = [norm.weight for norm in norms]
             count = sum(copies)
-            whole, stand_ins = zip(*blocks, strict=True) if blocks else ((), ())
+            # a part of the model that is compiled makes norms, not sources
+            ended = [x if isinstance(x, Source) else _source(x) for x in blocks]
+            whole, stand_ins = [x.value for x in ended], [x.graph for x in ended]
             ys = Mix.apply(
                 EPS, norms[0].eps, copies, dtype, sum_dtype, self._queries(), partial,
-                *scales, *whole, *stand_ins,
+                *scales, *(x.detach() for x in whole), *stand_ins,
             )  # fmt: skip
-            handed = ys[count] if sum_dtype is None else Source(partial.detach(), ys[count])
+            handed = ys[count] if sum_dtype is None else Source(partial, ys[count])
             return ys[:count], handed, tuple(map(Source, whole, ys[count + 1 :]))
         H, hooked = partial.shape[-1], any(norm._forward_hooks for norm in norms)
         partial, queries = partial.float(), self._queries().float()
-        normed = tuple(x for x in blocks if isinstance(x, Tensor))
+        normed = tuple(rms_norm(x.value, None, EPS) if isinstance(x, Source) else x for x in blocks)
         if by_hand_in_any_mode(partial) and not hooked:
             weights = (norm.weight.float() for norm in norms)
             rows = (x.reshape(-1, H) for x in normed)
