@@ -13,7 +13,13 @@ from nybble.kernels.hopper import FP8, RowScaled
 
 @pytest.mark.parametrize(
     ("version", "reason"),
-    [("3.6.0", None), ("3.6.1", None), ("3.61.0", "not 3.61.0"), (None, "triton is not installed")],
+    [
+        ("3.6.0", None),
+        ("3.9.1+git5", None),
+        ("3.61.0", "3.61.0 was not tried"),
+        ("3.5.1", "3.5.1 was not tried"),
+        (None, "triton is not installed"),
+    ],
 )
 def test_torch_multiplies_where_triton_is_another(version, reason, monkeypatch):
     def installed(_name):

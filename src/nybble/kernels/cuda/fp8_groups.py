@@ -6,7 +6,7 @@ Legend: a [N, P] times b [K, P], G groups along P.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from nybble.kernels.cuda.fp8_sums import (
     BK,
@@ -23,6 +23,7 @@ from nybble.kernels.cuda.fp8_sums import (
     multiply,
     scaled,
 )
+from nybble.kernels.cuda.gluon_names import barrier, load_tile
 
 
 @gluon.jit
@@ -68,8 +69,8 @@ def bring_columns(
                 mbarrier.wait(empty.index(slot), phase)
                 mbarrier.expect(bar, (BM + 2 * BN) * BK)
                 at = HUGE - (end - p)
-                tma.async_copy_global_to_shared(a_desc, [WRAP, end // 32, m, at], bar, a_bufs.index(slot))
-                tma.async_copy_global_to_shared(b_desc, [WRAP, end // 32, n, at], bar, b_bufs.index(slot))
+                load_tile(a_desc, [WRAP, end // 32, m, at], bar, a_bufs.index(slot))
+                load_tile(b_desc, [WRAP, end // 32, n, at], bar, b_bufs.index(slot))
                 slot, phase = following(slot, phase, STAGES)
 
 
@@ -117,7 +118,7 @@ def sort_groups(ends_ptr, order_ptr, groups, G: gl.constexpr):
     h_size = group_size(ends_ptr, h, groups)[None, :]
     before = (h_size > g_size[:, None]) | ((h_size == g_size[:, None]) & (h[None, :] < g[:, None]))
     gl.store(order_ptr + gl.sum(before.to(gl.int32), axis=1), g, mask=g < groups)
-    gl.thread_barrier()
+    barrier()
 
 
 @gluon.jit

@@ -21,6 +21,7 @@ from nybble.kernels.cuda.fp8_sums import (
     multiply,
     scaled,
 )
+from nybble.kernels.cuda.gluon_names import copy_rows, load_tile, store_tile
 
 
 @gluon.jit
@@ -69,12 +70,12 @@ def bring_rows(
                 if HAS_INDEX:
                     mbarrier.expect(bar, 2 * BN * BK)
                     inside = (k + column < C)[None, :]
-                    async_copy.async_copy_global_to_shared(a_bufs.index(slot), pointers + k, mask=inside)
+                    copy_rows(a_bufs.index(slot), pointers + k, mask=inside)
                     async_copy.mbarrier_arrive(bar, increment_count=False)
                 else:
                     mbarrier.expect(bar, (BM + 2 * BN) * BK)
-                    tma.async_copy_global_to_shared(a_desc, [first, k], bar, a_bufs.index(slot))
-                tma.async_copy_global_to_shared(w_desc, [group * N + n, k], bar, w_bufs.index(slot))
+                    load_tile(a_desc, [first, k], bar, a_bufs.index(slot))
+                load_tile(w_desc, [group * N + n, k], bar, w_bufs.index(slot))
                 slot, phase = following(slot, phase, STAGES)
 
 
@@ -84,7 +85,7 @@ def store_rows(out, out_desc, buffer, first, stop, n):
     tma.store_wait(0)
     buffer.store(out.to(gl.bfloat16))
     fence_async_shared()
-    tma.async_copy_shared_to_global(out_desc, [HUGE, stop, HUGE - (stop - first), n], buffer)
+    store_tile(out_desc, [HUGE, stop, HUGE - (stop - first), n], buffer)
 
 
 @gluon.jit
