@@ -1,7 +1,7 @@
 """Products of experts on Hopper's FP8 tensor cores: E4M3 codes with one scale a row of either operand.
 
 The kernels of `cuda/launch_fp8.py` multiply, faster than torch's `_scaled_grouped_mm` at every shape that was
-measured; torch's serves where Triton is not the release that they are written for. Both want the contracted
+measured; torch's serves where Triton is a release with which they were not compiled. Both want the contracted
 axis contiguous in both operands: `fp8_columns` of `expert_columns.py` stores it so.
 """
 
