@@ -5,7 +5,7 @@ import torch
 from test_experts_layer import INKLING, E, experts, inputs, step
 
 from nybble.formats.grouped import group_slices
-from nybble.kernels import hopper
+from nybble.kernels import fused, hopper
 from nybble.layers import expert_pass, fused_experts
 from nybble.layers import experts as experts_module
 from nybble.recipes import load_recipe
@@ -90,6 +90,23 @@ def test_fused_passes_agree_with_the_plain_ones(recipe, decibels, maker, sqnr):
     for a, b in zip(*both(recipe, args, maker=maker), strict=True):
         assert a.dtype == b.dtype
         assert sqnr(a.float(), b.float()) > decibels
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_routing_weights_of_one_choice_reach_kernels_in_one_piece(monkeypatch):
+    """Kernels read them in their order in memory, and a column of a matrix is flattened without a copy."""
+    x, index, w, dy = bf16(inputs())
+    apart = w.detach()[:, :1]
+    taken = []
+
+    def row_factors(*args, plain=fused.row_factors):
+        taken.extend(arg.is_contiguous() for arg in args if isinstance(arg, torch.Tensor))
+        return plain(*args)
+
+    monkeypatch.setattr(fused, "row_factors", row_factors)
+    step(experts(INKLING), x, index[:, :1], apart.requires_grad_(), dy)
+    assert taken
+    assert all(taken)
 
 
 @pytest.fixture

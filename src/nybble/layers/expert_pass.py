@@ -46,7 +46,7 @@ class Pass:
         self.plan, self.routed, self.rows, self.key, self.weight_key = plan, routed, rows, key, weight_key
         self.caps = plan.activation.caps
         self.order, self.ends = routed.order, routed.ends
-        self.weights = weights.reshape(-1).float()
+        self.weights = weights.reshape(-1).float().contiguous()
         drawn = not (plan.up.spec.rounds_to_bf16 and plan.down.spec.rounds_to_bf16)
         self.token, self.place, pairs = fused.row_facts(routed.order, plan.k, rows, drawn)
         self.pairs: Tensor | None = pairs if drawn else None

@@ -15,12 +15,14 @@ MOST = 2046
 
 def fits(experts: Tensor, count: int) -> bool:
     """Whether the kernels serve."""
-    return experts.dtype == torch.int64 and 0 < experts.numel() < 1 << 30 and 0 < count <= MOST
+    pairs = experts.numel()
+    counts = (count + 1) * cdiv(pairs, SORTED)  # that a sort adds up, told apart in 32 bits
+    return experts.dtype == torch.int64 and 0 < pairs < 1 << 30 and 0 < count <= MOST and counts < 1 << 31
 
 
 def sort_pairs(experts: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """See `fused.sort_pairs`."""
-    flat = experts.reshape(-1)
+    flat = experts.reshape(-1).contiguous()
     pairs, C = flat.numel(), pow2(count + 2)
     blocks = cdiv(pairs, SORTED)
     counts = torch.empty((count + 1) * blocks, dtype=torch.int32, device=flat.device)
@@ -34,7 +36,7 @@ def sort_pairs(experts: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 def count_pairs(experts: Tensor, count: int) -> Tensor:
     """See `fused.count_pairs`."""
-    flat = experts.reshape(-1)
+    flat = experts.reshape(-1).contiguous()
     counts = torch.zeros(count, dtype=torch.int64, device=flat.device)
     programs = cdiv(flat.numel(), COUNTED)
     kernel.add_counts[(programs,)](flat, counts, flat.numel(), count, N=COUNTED, C=pow2(count + 2))
