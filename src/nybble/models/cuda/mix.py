@@ -259,6 +259,8 @@ class Mix(torch.autograd.Function):
                 sums[1], T, root, *ctx.eps, H, each, STAGES, BT, BH, num_warps=warps,
             )  # fmt: skip
         dquery, dscales = add(sums).unbind(0)
+        if m:
+            query = query.clone()  # FSDP frees a layer's weights before the blocks read their terms
         dblocks = [
             gradient(x, g, *(Term(ds[i], shares[i, j], query[i], root) for i in range(n)))
             for j, (x, g) in enumerate(zip(stand_ins, later, strict=True))
