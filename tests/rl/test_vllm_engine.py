@@ -100,6 +100,8 @@ def test_a_dead_server_loses_no_rollout(model: Path, tmp_path: Path) -> None:
 def test_settings_without_a_folder_or_with_replay_are_refused(model: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="export_to"):
         EngineConfig(engine="vllm")
-    engine = EngineConfig(engine="vllm", export_to=tmp_path)
+    with pytest.raises(ConfigError, match="url"):
+        EngineConfig(url="http://::1:8000")
+    engine = EngineConfig(engine="vllm", url="http://[::1]:8000", export_to=tmp_path)
     with pytest.raises(ConfigError, match="router_replay"):
         rl_config(model, tmp_path, engine=engine, loss=LossConfig(router_replay=True))

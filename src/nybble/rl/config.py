@@ -88,7 +88,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if not self.timeout_s > 0:
             raise ConfigError(f"timeout_s is {self.timeout_s} s; it must be above 0")
-        if not re.fullmatch(r"https?://[^/\s:@]+(:\d{1,5})?(/\S*)?", self.url):
+        if not re.fullmatch(r"https?://([^/\s:@]+|\[[\da-f:]+\])(:\d{1,5})?(/\S*)?", self.url):
             raise ConfigError(f"url is {self.url!r}; it must look like http://127.0.0.1:8000")
         if self.engine == "vllm" and self.export_to is None:
             raise ConfigError(

@@ -56,7 +56,7 @@ def launches(monkeypatch):
         def __getitem__(self, grid):
             return lambda *arguments, **named: done.append(compiled(self.kernel, arguments, named))
 
-    monkeypatch.setattr(launch_fp8, "processors", lambda _: 132)
+    monkeypatch.setattr(launch_fp8, "multiprocessors", lambda _: 132)
     monkeypatch.setattr(fp8_rows, "product_of_rows", Compiling(fp8_rows.product_of_rows))
     monkeypatch.setattr(fp8_groups, "product_of_groups", Compiling(fp8_groups.product_of_groups))
     return done

@@ -1,7 +1,5 @@
 """Launches of `fp8_rows.py` and `fp8_groups.py`: grids, and descriptors of what the TMA engine moves."""
 
-from functools import cache
-
 import torch
 from torch import Tensor
 from triton.experimental.gluon import language as gl
@@ -9,7 +7,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from nybble.kernels.cuda import fp8_groups, fp8_rows
 from nybble.kernels.cuda import fp8_sums as sums
-from nybble.kernels.cuda.jit import cdiv
+from nybble.kernels.cuda.jit import cdiv, multiprocessors
 from nybble.kernels.cuda.launch_rows import pow2
 
 STAGES = 4
@@ -41,7 +39,7 @@ def product_of_rows(
         return out
     codes, w = codes.contiguous(), w_codes.contiguous().view(E * N, C)
     tiles = (R // BM + E) * cdiv(N, 2 * BN)
-    fp8_rows.product_of_rows[(min(processors(out.device), tiles),)](
+    fp8_rows.product_of_rows[(min(multiprocessors(out.device), tiles),)](
         _plain(codes, BM) if index is None else None,
         codes,
         scales.contiguous(),
@@ -75,7 +73,7 @@ def product_of_groups(
     if not out.numel():
         return out
     tiles = G * cdiv(N, BM) * cdiv(K, 2 * BN)
-    fp8_groups.product_of_groups[(min(processors(out.device), tiles),)](
+    fp8_groups.product_of_groups[(min(multiprocessors(out.device), tiles),)](
         _ending_columns(a_codes, BM),
         a_scales.contiguous(),
         _ending_columns(b_codes, 2 * BN),
@@ -94,12 +92,6 @@ def product_of_groups(
         maxnreg=REGISTERS,
     )
     return out
-
-
-@cache
-def processors(device: torch.device) -> int:
-    """Multiprocessors of a GPU, one program each."""
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 # The engine knows one bound an axis. So that tiles end where a group does, the axis is declared with HUGE
