@@ -58,6 +58,7 @@ def calls(
         ("count_pairs", (experts.repeat(90, 1), E)),
         ("count_pairs", (experts[:, :1], E)),
         ("row_facts", (order, k, torch.arange(T) * 3 + 1, True)),
+        ("row_facts", (order, k, torch.arange(2 * T)[1::2], True)),
         ("row_facts", (order, k, None, True)),
         ("row_facts", (order, k, None, False)),
         ("token_tiles", (ends, R)),
