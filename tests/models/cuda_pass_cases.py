@@ -69,7 +69,7 @@ def norms_of_rows() -> None:
     x = torch.randn(2, 9, 3, 10) * torch.tensor([0.1, 3.0]).view(2, 1, 1, 1)
     scale, gain = torch.randn(3, 10), torch.rand(2, 9, 1, 1) + 1
     for s in (scale, None):
-        for g in (gain, None):
+        for g in (gain, gain[:1, :1].expand(2, 9, 1, 1), None):
             compare(
                 lambda x, s, g=g: (
                     norms.L2Clip.apply(

@@ -167,6 +167,7 @@ class L2Clip(torch.autograd.Function):
         dtype: torch.dtype,
     ) -> Tensor:
         x = x.contiguous()
+        gain = None if gain is None else gain.contiguous()
         (heads, D), y = x.shape[-2:], empty_like(x, dtype)
         T = x.numel() // (heads * D)
         BT, BD, warps = tile(D, WARPS)
