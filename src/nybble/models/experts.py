@@ -23,12 +23,11 @@ def sort_by_expert(experts: Tensor, E: int) -> tuple[Tensor, Tensor, Tensor]:
         order [T * k]: row (token * k + choice) at each sorted place; place [T * k]: its inverse; ends [E]:
         int32, where each expert's rows end.
     """
-    flat = experts.reshape(-1)
-    order = torch.argsort(flat, stable=True)
+    rows, ends = fused.sort_pairs(experts, E)
+    order = rows.long()
     place = torch.empty_like(order)
     place[order] = torch.arange(len(order), device=order.device)
-    ends = torch.searchsorted(flat[order], torch.arange(E, device=flat.device), right=True)
-    return order, place, ends.to(torch.int32)
+    return order, place, ends
 
 
 def count_rows(experts: Tensor, E: int) -> Tensor:
