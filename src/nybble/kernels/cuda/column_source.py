@@ -52,6 +52,22 @@ class Source:
         """x as the kernel gets it."""
         return self.x.view(torch.int32) if self.x is not None and self.x.dtype == torch.bfloat16 else self.x
 
+    @property
+    def pointers(self) -> tuple[Tensor | None, ...]:
+        """x, codes, scales and S_dec as the kernels get them."""
+        words = None if self.codes is None else self.codes.view(torch.int32)
+        return self.pointer, words, self.scales, self.s_dec
+
+    @property
+    def strides(self) -> tuple[int, int]:
+        """Elements from one row of x to the next, and from one matrix to the next."""
+        return (0, 0) if self.x is None else (self.x.stride(1), self.x.stride(0))
+
+    @property
+    def row_scaled(self) -> bool:
+        """The kernels' SDEC_ROWS."""
+        return self.s_dec is not None and self.s_dec.numel() != 1
+
 
 def as_source(x: Tensor) -> Source:
     """x [T, C] or [lead, T, C], copied only where its layout or its last columns need it."""

@@ -81,14 +81,10 @@ def quantize_columns(
     if values is not None and offs is not None and clear_tail:
         launch_decode.zero_tail(values, offs)
     per_warp = 32 // (block // 8) * 8
-    s_dec = source.s_dec
     out_bf16 = dtype == torch.bfloat16
     if count and width:
         column_kernel.quantize_columns[(cdiv(width, per_warp), cdiv(count, warps), lead)](
-            source.pointer,
-            None if source.codes is None else source.codes.view(torch.int32),
-            source.scales,
-            s_dec,
+            *source.pointers,
             None if codes is None else codes.view(torch.int32),
             scales,
             values.view(torch.int32) if values is not None and out_bf16 else values,
@@ -98,8 +94,7 @@ def quantize_columns(
             *((None,) * 3 if table is None else table),
             source.index,
             source.factor,
-            0 if source.x is None else source.x.stride(1),
-            0 if source.x is None else source.x.stride(0),
+            *source.strides,
             width,
             columns,
             tokens,
@@ -115,7 +110,7 @@ def quantize_columns(
             STOCHASTIC=draw.stochastic,
             VALUES=values is not None,
             SOURCE=source.kind,
-            SDEC_ROWS=s_dec is not None and s_dec.numel() != 1,
+            SDEC_ROWS=source.row_scaled,
             SCALE_ROWS=source.scale_rows,
             OUT_BF16=out_bf16,
             HAS_ROWS=draw.rows is not None,
