@@ -1,6 +1,5 @@
-"""The passes of `expert_order.py`, `expert_rows.py`, `expert_columns.py` and `weight_codes.py` as custom ops.
-
-Kernels of GPUs serve them too.
+"""The passes of `expert_order.py`, `expert_rows.py`, `expert_swiglu.py`, `expert_columns.py` and
+`weight_codes.py` as custom ops. Kernels of GPUs serve them too.
 """
 
 from types import ModuleType
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor
 
 from nybble.formats import ops, table
-from nybble.kernels import expert_columns, expert_order, expert_rows, weight_codes
+from nybble.kernels import expert_columns, expert_order, expert_rows, expert_swiglu, weight_codes
 from nybble.kernels.direct import Op, unseen
 
 
@@ -35,10 +34,11 @@ row_factors = _op("row_factors", expert_rows)
 outer_scales = _op("outer_scales", expert_rows)
 gather_rows = _op("gather_rows", expert_rows)
 combine_rows = _op("combine_rows", expert_rows)
-swiglu_rows = _op("swiglu_rows", expert_rows)
-swiglu_quantize = _op("swiglu_quantize", expert_rows)
-swiglu_backward = _op("swiglu_backward", expert_rows)
-swiglu_backward_fp8 = _op("swiglu_backward_fp8", expert_rows)
+swiglu_rows = _op("swiglu_rows", expert_swiglu)
+swiglu_quantize = _op("swiglu_quantize", expert_swiglu)
+swiglu_backward = _op("swiglu_backward", expert_swiglu)
+swiglu_backward_fp8 = _op("swiglu_backward_fp8", expert_swiglu)
+swiglu_backward_both = _op("swiglu_backward_both", expert_swiglu)
 quantize_to_rows = _op("quantize_to_rows", expert_rows)
 decode_to_rows = _op("decode_to_rows", expert_rows)
 token_tiles = _op("token_tiles", expert_columns)
@@ -116,6 +116,12 @@ def _(gate_up, _factor, _g, _g_factor, _weights, order, ends, *_):  # type: igno
     codes = gate_up.new_empty(R, width, dtype=torch.uint8)
     full = [order.new_empty(shape, dtype=torch.float32) for shape in ((R,), (groups, width), (R,))]
     return torch.empty_like(gate_up), codes, *full
+
+
+@swiglu_backward_both.register_fake
+def _(gate_up, _factor, _g, _g_factor, _weights, order, *_):  # type: ignore[no-untyped-def]
+    d = (torch.empty_like(gate_up, dtype=torch.bfloat16) for _ in range(2))
+    return *d, order.new_empty(order.shape[0], dtype=torch.float32)
 
 
 @quantize_to_rows.register_fake

@@ -54,6 +54,10 @@ class Gradients(Pass):
             gate_up, factor, g, g_factor, self.weights, self.order, self.ends, *self.caps,
             h, self.plan.down.spec.gemms.fprop.x.format,
         )  # fmt: skip
+        gemms = self.plan.up.spec.gemms
+        if dgrad and wgrad and one_read(gemms.dgrad.dy, gemms.wgrad.dy):
+            a, b, dots = fused.swiglu_backward_both(*arguments, gemms.dgrad.dy.format, self.tiles[0])
+            return _plain(a), _plain(b), dots
         if not (dgrad and wgrad and self._up_in_codes()):
             d_up, dots = fused.swiglu_backward(*arguments, dgrad or wgrad)
             return *self.split(d_up, dgrad, wgrad), dots
@@ -75,9 +79,6 @@ class Gradients(Pass):
         """The same of the up product, from the gradient of its rows."""
         spec = self.plan.up.spec
         rows = spec.gemms
-        if dgrad and wgrad and one_read(rows.dgrad.dy, rows.wgrad.dy):
-            a, b = fused.gradient_both(d_up, rows.dgrad.dy.format, None, None, self.ends, self.tiles[0])
-            return _plain(a), _plain(b)
         first = second = None
         if dgrad:
             draw = spec.draw(Role.DGRAD_DY, self.key)._replace(rows=self.pairs)

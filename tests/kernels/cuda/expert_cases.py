@@ -6,6 +6,8 @@ import torch
 from cuda_cases import KEY, same
 from torch import Tensor
 
+from nybble.kernels import expert_columns
+
 CAPS = (4.0, 25.0)
 
 
@@ -35,7 +37,6 @@ def calls(
         return (torch.randn(rows, cols, generator=gen) * spread).bfloat16()
 
     from nybble.formats import reference
-    from nybble.kernels import expert_columns
 
     x, gate_up, g, h = bf16(T, width), bf16(R, 2 * width), bf16(R, width), bf16(R, width)
     broken = g.clone()
@@ -88,6 +89,15 @@ def calls(
             (gate_up, None, broken, None, weights, order, ends, 0.0, 0.0, [h], "bf16"),
         ),
         ("swiglu_backward_fp8", (gate_up, None, g, None, weights, order, ends, *CAPS, [], "bf16")),
+        ("swiglu_backward_both", (gate_up, f, g, f, weights, order, ends, *CAPS, codes_h, "nvfp4", "mxfp8")),
+        (
+            "swiglu_backward_both",
+            (gate_up, None, broken, None, weights, order, ends, 0.0, 0.0, [h], "bf16", "mxfp8", tiles),
+        ),
+        (
+            "swiglu_backward_both",
+            (gate_up, None, g, None, weights, order, ends, *CAPS, [], "bf16", "mxfp8-floor"),
+        ),
         ("quantize_to_rows", (x, "nvfp4", *nearest, place)),
         ("quantize_to_rows", (x, "nvfp4", *sr, torch.arange(T) + 7, place)),
         ("decode_to_rows", (*codes_x, "nvfp4", token)),
@@ -117,6 +127,13 @@ def results(module: Any, op: str, args: tuple[Any, ...]) -> tuple[Tensor, ...]:
         last = int(ends[-1])
         d, codes, scales = (t[:last].cpu() for t in out[:3])
         return d, codes, scales, *out[3:], _follows(d, codes, scales, out[3].cpu(), ends)
+    if op == "swiglu_backward_both":
+        ends = args[6].cpu()
+        last = int(ends[-1])
+        d = module.swiglu_backward(*args[:11], True)[0].cpu()
+        want = expert_columns.gradient_both(d, args[11], None, None, ends)
+        follows = [same(got[:last].cpu(), w[:last]) for got, w in zip(out[:2], want, strict=True)]
+        return d[:last], out[2], torch.tensor(follows)
     return out
 
 

@@ -9,7 +9,7 @@ import torch
 
 from nybble.formats import hadamard, reference
 from nybble.formats.table import Format
-from nybble.kernels import direct, dispatch, fused, weight_codes
+from nybble.kernels import direct, dispatch, expert_swiglu, fused, weight_codes
 from nybble.kernels.cuda import launch_both
 
 
@@ -59,7 +59,7 @@ def register() -> None:
     for name in ("quantize", "dequantize", "fake_quantize", "requantize", "fake_requantize"):
         getattr(direct, name).register_kernel("cuda", _served(reference, "front", name))
     for name, specification in fused.SPECIFICATIONS.items():
-        front = "front" if specification is weight_codes else "experts_front"
+        front = {weight_codes: "front", expert_swiglu: "swiglu_front"}.get(specification, "experts_front")
         getattr(fused, name).register_kernel("cuda", _served(specification, front, name))
     direct.hadamard.register_kernel("cuda", _served(hadamard, "launch_hadamard", "transform"))
     launch_both.fake_quantize_both.register_kernel("cuda", _both)

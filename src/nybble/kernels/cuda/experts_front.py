@@ -17,10 +17,9 @@ from nybble.kernels import expert_rows as plain
 from nybble.kernels.cuda import launch_expert_columns as by_columns
 from nybble.kernels.cuda import launch_experts as launch
 from nybble.kernels.cuda import launch_order as by_order
-from nybble.kernels.cuda import launch_swiglu as by_gates
 from nybble.kernels.cuda.jobs import row_decode_scales
 from nybble.kernels.cuda.launch_columns import too_many
-from nybble.kernels.cuda.launch_rows import Draw, Gated, pow2
+from nybble.kernels.cuda.launch_rows import Draw
 
 BLOCK_TOKENS = 32
 
@@ -66,55 +65,6 @@ def combine_rows(x: Tensor, factor: Tensor | None, place: Tensor, ends: Tensor, 
     return (launch if fits else plain).combine_rows(x, factor, place, ends, k)
 
 
-def swiglu_rows(
-    gate_up: Tensor, factor: Tensor | None, ends: Tensor, gate_cap: float, up_cap: float
-) -> Tensor:
-    """See the specification."""
-    fits = launch.bf16_rows(gate_up) and gate_up.shape[1] % 16 == 0 and ends.numel() > 0
-    return (launch if fits else plain).swiglu_rows(gate_up, factor, ends, gate_cap, up_cap)
-
-
-def swiglu_quantize(
-    gate_up: Tensor,
-    factor: Tensor | None,
-    ends: Tensor,
-    gate_cap: float,
-    up_cap: float,
-    format: str,
-    rounding: str,
-    key: Tensor | None,
-    layer: int,
-    operand: int,
-    rows: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """See the specification."""
-    if not (launch.bf16_rows(gate_up) and _takes(format, gate_up.shape[1] // 2, rounding) and ends.numel()):
-        return plain.swiglu_quantize(
-            gate_up, factor, ends, gate_cap, up_cap, format, rounding, key, layer, operand, rows
-        )
-    gated = Gated(gate_cap=gate_cap, up_cap=up_cap, factor=factor)
-    draw = Draw.of(rounding, key, layer, operand, rows)
-    return launch.quantize_tokens(gate_up, format, draw, gated, ends, None)
-
-
-def swiglu_backward(gate_up: Tensor, factor: Tensor | None, g: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    """See the specification."""
-    ends, h = rest[3], rest[6]
-    fits = launch.bf16_rows(gate_up, g) and g.shape[1] % 16 == 0 and ends.numel() > 0
-    fits = fits and _takes_h(h, rest[7], g.shape[1])
-    return (by_gates if fits else plain).swiglu_backward(gate_up, factor, g, *rest)
-
-
-def swiglu_backward_fp8(
-    gate_up: Tensor, factor: Tensor | None, g: Tensor, *rest: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """See the specification."""
-    ends, h, width = rest[3], rest[6], g.shape[1]
-    fits = launch.bf16_rows(gate_up, g) and width % 16 == 0 and ends.numel() > 0
-    fits = fits and _takes_h(h, rest[7], width)
-    return (by_gates if fits else plain).swiglu_backward_fp8(gate_up, factor, g, *rest)
-
-
 def quantize_to_rows(
     x: Tensor,
     format: str,
@@ -126,7 +76,7 @@ def quantize_to_rows(
     place: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """See the specification."""
-    if not (launch.bf16_rows(x) and _takes(format, x.shape[1], rounding)):
+    if not (launch.bf16_rows(x) and launch.holds_rows(format, x.shape[1], rounding)):
         return plain.quantize_to_rows(x, format, rounding, key, layer, operand, rows, place)
     return launch.quantize_tokens(x, format, Draw.of(rounding, key, layer, operand, rows), None, None, place)
 
@@ -237,21 +187,3 @@ def fp8_columns_of_codes(
         )
     draw = Draw.of(rounding, key, layer, operand, rows)
     return by_columns.fp8_columns_of_codes(codes, scales, amax, format, index, draw, offs, tiles)
-
-
-def _takes_h(h: list[Tensor], format: str, width: int) -> bool:
-    """Whether kernels read what the down product took of h."""
-    return (len(h) != 1 or launch.bf16_rows(h[0])) and (len(h) != 3 or _takes(format, width))
-
-
-def _takes(format: str, width: int, rounding: str = "nearest") -> bool:
-    """Whether a program quantises a whole row of NVFP4 at once."""
-    fmt = table.get(format)
-    return (
-        rounding != "eden"
-        and fmt.scale == "e4m3"
-        and not fmt.square
-        and not fmt.outer_pow2
-        and width % 16 == 0
-        and pow2(width) <= launch.ROW_LIMIT
-    )

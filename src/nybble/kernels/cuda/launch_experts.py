@@ -28,6 +28,19 @@ def bf16_rows(*tensors: Tensor) -> bool:
     )
 
 
+def holds_rows(format: str, width: int, rounding: str = "nearest") -> bool:
+    """Whether a program quantises a whole row of NVFP4 at once."""
+    fmt = table.get(format)
+    return (
+        rounding != "eden"
+        and fmt.scale == "e4m3"
+        and not fmt.square
+        and not fmt.outer_pow2
+        and width % 16 == 0
+        and pow2(width) <= ROW_LIMIT
+    )
+
+
 def as_pairs(t: Tensor) -> Tensor:
     """BF16 as the kernels get it."""
     return t.view(torch.int32)

@@ -1,15 +1,15 @@
-"""Launches of `swiglu_gradients.py` and `swiglu_gradients_fp8.py`, for `kernels/fused.py`."""
+"""Launches of `swiglu_gradients.py` and of what goes on from there in one pass, for `kernels/fused.py`."""
 
 import torch
 from torch import Tensor
 
 from nybble.formats import table
-from nybble.kernels.cuda import front, launch_columns, swiglu_gradients_fp8
+from nybble.kernels.cuda import front, launch_columns, swiglu_gradients_both, swiglu_gradients_fp8
 from nybble.kernels.cuda import swiglu_gradients as kernel
 from nybble.kernels.cuda.column_source import TILE, as_source
 from nybble.kernels.cuda.jit import cdiv, multiprocessors, use_asm
 from nybble.kernels.cuda.launch_experts import as_pairs
-from nybble.kernels.cuda.launch_rows import pow2
+from nybble.kernels.cuda.launch_rows import SCALES, pow2
 from nybble.kernels.cuda.launch_whole_columns import measure_columns
 
 WHOLE_ROW = 512
@@ -141,3 +141,75 @@ def swiglu_backward_fp8(
         enable_fp_fusion=False,
     )
     return d, codes, scales, amax.view(torch.float32), dots
+
+
+def swiglu_backward_both(
+    gate_up: Tensor,
+    factor: Tensor | None,
+    g: Tensor,
+    g_factor: Tensor | None,
+    weights: Tensor,
+    order: Tensor,
+    ends: Tensor,
+    gate_cap: float,
+    up_cap: float,
+    h: list[Tensor],
+    format: str,
+    to_format: str,
+    tiles: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See `fused.swiglu_backward_both`; rows of no expert hold anything."""
+    (R, width), device = g.shape, g.device
+    blocks = R // TILE + ends.shape[0]
+    table_of_tiles = tiles if tiles is not None else launch_columns.block_table(ends, blocks, TILE)
+    first, second = torch.empty_like(gate_up), torch.empty_like(gate_up)
+    fmt, coded, parts = table.get(to_format), len(h) == 3, cdiv(width, 64)
+    dots = torch.empty(parts, R, dtype=torch.float32, device=device) if h else None
+    warps = launch_columns.WARPS
+    swiglu_gradients_both.swiglu_backward_both[(parts, cdiv(blocks, warps))](
+        as_pairs(gate_up),
+        factor,
+        as_pairs(g),
+        g_factor,
+        weights,
+        order,
+        as_pairs(h[0]) if h else None,
+        h[1] if coded else None,
+        as_pairs(first),
+        as_pairs(second),
+        dots,
+        *table_of_tiles[:2],
+        R,
+        width,
+        blocks,
+        cdiv(width, 16),
+        SCALE=SCALES[fmt.scale or "", fmt.scale_rule],
+        GATE_CAP=gate_cap,
+        UP_CAP=up_cap,
+        HAS_FACTOR=factor is not None,
+        HAS_G_FACTOR=g_factor is not None,
+        DOT=(1 + int(coded)) if h else 0,
+        W=warps,
+        ASM=use_asm(device),
+        num_warps=warps,
+        maxnreg=128,  # four programs a multiprocessor
+        enable_fp_fusion=False,
+    )
+    if dots is None:
+        return first, second, torch.zeros(R, device=device)
+    total, n = torch.empty(R, dtype=torch.float32, device=device), 256
+    swiglu_gradients_both.add_dots[(cdiv(R, n),)](
+        dots,
+        order,
+        h[2] if coded else None,
+        total,
+        ends,
+        R,
+        ends.shape[0],
+        PARTS=parts,
+        OUTER_MAX=(table.get(format).outer_max or 1.0) if coded else 1.0,
+        AMAX_ROWS=int(coded and h[2].numel() > 1),
+        CODED=coded,
+        N=n,
+    )
+    return first, second, total
