@@ -1,5 +1,7 @@
 """Launches of `swiglu_gradients.py` and of what goes on from there in one pass, for `kernels/fused.py`."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -16,6 +18,48 @@ WHOLE_ROW = 512
 """Units of eight elements that a program holds of a row."""
 RESIDENT_WARPS = 24
 """Of a multiprocessor that runs what goes through rows: no program waits for another one to end."""
+
+
+def _inputs(
+    gate_up: Tensor,
+    factor: Tensor | None,
+    g: Tensor,
+    g_factor: Tensor | None,
+    weights: Tensor,
+    order: Tensor,
+    h: list[Tensor],
+) -> tuple[Tensor | None, ...]:
+    """What the kernels read first, in their order: up to the scales of h."""
+    held = as_pairs(h[0]) if h else None
+    scales = h[1] if len(h) == 3 else None
+    return as_pairs(gate_up), factor, as_pairs(g), g_factor, weights, order, held, scales
+
+
+def _options(
+    gate_up: Tensor,
+    factor: Tensor | None,
+    g_factor: Tensor | None,
+    gate_cap: float,
+    up_cap: float,
+    h: list[Tensor],
+) -> dict[str, Any]:
+    """Constants that the kernels share."""
+    return {
+        "GATE_CAP": gate_cap,
+        "UP_CAP": up_cap,
+        "HAS_FACTOR": factor is not None,
+        "HAS_G_FACTOR": g_factor is not None,
+        "DOT": (1 + int(len(h) == 3)) if h else 0,
+        "ASM": use_asm(gate_up.device),
+        "enable_fp_fusion": False,
+    }
+
+
+def _outer(h: list[Tensor], format: str) -> tuple[Tensor | None, dict[str, Any]]:
+    """Outer amaxes of h, and how the kernels read them."""
+    if len(h) != 3:
+        return None, {"OUTER_MAX": 1.0, "AMAX_ROWS": 0}
+    return h[2], {"OUTER_MAX": table.get(format).outer_max or 1.0, "AMAX_ROWS": int(h[2].numel() > 1)}
 
 
 def swiglu_backward(
@@ -36,38 +80,24 @@ def swiglu_backward(
     R, width = g.shape
     d = gate_up.new_empty(R if need_gate_up else 0, 2 * width)
     dots = torch.empty(R, dtype=torch.float32, device=g.device) if h else torch.zeros(R, device=g.device)
-    coded = len(h) == 3
     units = width // 8
     n = max(64, min(512, pow2(units)))
+    amax, outer = _outer(h, format)
     kernel.swiglu_backward_rows[(R,)](
-        as_pairs(gate_up),
-        factor,
-        as_pairs(g),
-        g_factor,
-        weights,
-        order,
-        as_pairs(h[0]) if h else None,
-        h[1] if coded else None,
-        h[2] if coded else None,
+        *_inputs(gate_up, factor, g, g_factor, weights, order, h),
+        amax,
         as_pairs(d),
         dots,
         ends,
         units,
         ends.shape[0],
         cdiv(width, 16),
-        OUTER_MAX=(table.get(format).outer_max or 0.0) if coded else 0.0,
-        AMAX_ROWS=int(coded and h[2].numel() > 1),
-        GATE_CAP=gate_cap,
-        UP_CAP=up_cap,
-        HAS_FACTOR=factor is not None,
-        HAS_G_FACTOR=g_factor is not None,
-        DOT=(1 + int(coded)) if h else 0,
         D=need_gate_up,
         LOOPS=cdiv(units, n),
         N=n,
-        ASM=use_asm(g.device),
         num_warps=min(8, n // 32),
-        enable_fp_fusion=False,
+        **outer,
+        **_options(gate_up, factor, g_factor, gate_cap, up_cap, h),
     )
     return d, dots
 
@@ -102,20 +132,13 @@ def swiglu_backward_fp8(
     scales = torch.empty(R, dtype=torch.float32, device=device)
     dots = torch.empty(R, dtype=torch.float32, device=device) if h else torch.zeros(R, device=device)
     amax = torch.zeros(ends.shape[0], 2 * width, dtype=torch.int32, device=device)
-    coded = len(h) == 3
     n = max(32, pow2(units))
     warps = n // 32
     span = cdiv(R, multiprocessors(device) * max(1, RESIDENT_WARPS // warps))
+    h_amax, outer = _outer(h, format)
     swiglu_gradients_fp8.swiglu_backward_fp8[(cdiv(R, span),)](
-        as_pairs(gate_up),
-        factor,
-        as_pairs(g),
-        g_factor,
-        weights,
-        order,
-        as_pairs(h[0]) if h else None,
-        h[1] if coded else None,
-        h[2] if coded else None,
+        *_inputs(gate_up, factor, g, g_factor, weights, order, h),
+        h_amax,
         as_pairs(d),
         codes.view(torch.int64),
         scales,
@@ -127,18 +150,11 @@ def swiglu_backward_fp8(
         units,
         ends.shape[0],
         cdiv(width, 16),
-        OUTER_MAX=(table.get(format).outer_max or 1.0) if coded else 1.0,
-        AMAX_ROWS=int(coded and h[2].numel() > 1),
-        GATE_CAP=gate_cap,
-        UP_CAP=up_cap,
-        HAS_FACTOR=factor is not None,
-        HAS_G_FACTOR=g_factor is not None,
-        DOT=(1 + int(coded)) if h else 0,
         N=n,
         G=pow2(ends.shape[0]),
-        ASM=use_asm(device),
         num_warps=warps,
-        enable_fp_fusion=False,
+        **outer,
+        **_options(gate_up, factor, g_factor, gate_cap, up_cap, h),
     )
     return d, codes, scales, amax.view(torch.float32), dots
 
@@ -161,55 +177,33 @@ def swiglu_backward_both(
     """See `fused.swiglu_backward_both`; rows of no expert hold anything."""
     (R, width), device = g.shape, g.device
     blocks = R // TILE + ends.shape[0]
-    table_of_tiles = tiles if tiles is not None else launch_columns.block_table(ends, blocks, TILE)
+    if tiles is None:
+        tiles = launch_columns.block_table(ends, blocks, TILE)
     first, second = torch.empty_like(gate_up), torch.empty_like(gate_up)
-    fmt, coded, parts = table.get(to_format), len(h) == 3, cdiv(width, 64)
+    fmt, parts = table.get(to_format), cdiv(width, 64)
     dots = torch.empty(parts, R, dtype=torch.float32, device=device) if h else None
     warps = launch_columns.WARPS
     swiglu_gradients_both.swiglu_backward_both[(parts, cdiv(blocks, warps))](
-        as_pairs(gate_up),
-        factor,
-        as_pairs(g),
-        g_factor,
-        weights,
-        order,
-        as_pairs(h[0]) if h else None,
-        h[1] if coded else None,
+        *_inputs(gate_up, factor, g, g_factor, weights, order, h),
         as_pairs(first),
         as_pairs(second),
         dots,
-        *table_of_tiles[:2],
+        *tiles[:2],
         R,
         width,
         blocks,
         cdiv(width, 16),
         SCALE=SCALES[fmt.scale or "", fmt.scale_rule],
-        GATE_CAP=gate_cap,
-        UP_CAP=up_cap,
-        HAS_FACTOR=factor is not None,
-        HAS_G_FACTOR=g_factor is not None,
-        DOT=(1 + int(coded)) if h else 0,
         W=warps,
-        ASM=use_asm(device),
         num_warps=warps,
         maxnreg=128,  # four programs a multiprocessor
-        enable_fp_fusion=False,
+        **_options(gate_up, factor, g_factor, gate_cap, up_cap, h),
     )
     if dots is None:
         return first, second, torch.zeros(R, device=device)
     total, n = torch.empty(R, dtype=torch.float32, device=device), 256
+    amax, outer = _outer(h, format)
     swiglu_gradients_both.add_dots[(cdiv(R, n),)](
-        dots,
-        order,
-        h[2] if coded else None,
-        total,
-        ends,
-        R,
-        ends.shape[0],
-        PARTS=parts,
-        OUTER_MAX=(table.get(format).outer_max or 1.0) if coded else 1.0,
-        AMAX_ROWS=int(coded and h[2].numel() > 1),
-        CODED=coded,
-        N=n,
+        dots, order, amax, total, ends, R, ends.shape[0], PARTS=parts, CODED=amax is not None, N=n, **outer
     )
     return first, second, total
