@@ -17,7 +17,7 @@ COMPILERS = (
     "triton.backends.amd.compiler",
     "torch._inductor.compile_fx",
 )
-"""Modules that are on a stack while something is compiled, and not while it is read from a cache or run."""
+"""Modules with functions on a stack while something is compiled, and none while it is read from a cache or run."""
 
 LOOK_S = 1.0
 LOOKS = 2
@@ -29,7 +29,8 @@ def compiling() -> bool:
     for top in sys._current_frames().values():
         frame = top
         while frame is not None:
-            if str(frame.f_globals.get("__name__")).startswith(COMPILERS):
+            imported = frame.f_code.co_name == "<module>"  # for a second or more, and compiles nothing
+            if not imported and str(frame.f_globals.get("__name__")).startswith(COMPILERS):
                 return True
             frame = frame.f_back  # type: ignore[assignment]
     return False
@@ -59,7 +60,7 @@ def told(say: Callable[[str], None]) -> Iterator[None]:
 
 
 def _again() -> str:
-    jit = sys.modules.get("nybble.kernels.cpu.jit")
-    if jit is not None and not jit.kept():
+    kept = getattr(sys.modules.get("nybble.kernels.cpu.jit"), "kept", None)  # None while it is imported
+    if kept is not None and not kept():
         return "each start does, as no folder to keep them in can be written: set NUMBA_CACHE_DIR to one"
     return "later starts find them"

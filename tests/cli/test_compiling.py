@@ -44,6 +44,21 @@ def test_caches_launches_and_short_compilers_are_not_told(monkeypatch: pytest.Mo
     assert not said
 
 
+def test_a_compiler_that_is_imported_is_not_told() -> None:
+    said: list[str] = []
+    with compiling.told(said.append):
+        exec("sleep(0.2)", {"__name__": "numba.core.compiler", "sleep": time.sleep})
+    assert not said
+
+
+def test_a_compiler_at_work_is_told_while_kernels_are_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(jit, "kept")
+    said: list[str] = []
+    with compiling.told(said.append):
+        within("numba.core.compiler", 0.2)()
+    assert said[0].endswith("later starts find them")
+
+
 def test_of_several_ranks_the_first_tells(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_RANK", "1")
     said: list[str] = []
