@@ -17,7 +17,8 @@ COMPILERS = (
     "triton.backends.amd.compiler",
     "torch._inductor.compile_fx",
 )
-"""Modules with functions on a stack while something is compiled, and none while it is read from a cache or run."""
+"""Modules of which functions are on a stack while something is compiled, and not while it is read from a
+cache or run."""
 
 LOOK_S = 1.0
 LOOKS = 2

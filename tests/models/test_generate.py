@@ -101,6 +101,7 @@ def test_pick_follows_the_probabilities() -> None:
     [
         ([[1], []], {}, "prompt is empty"),
         ([[1]], {"temperature": -1.0}, "temperature"),
+        ([[1]], {"temperature": 1e-300}, "temperature = 1e-300 must be 0.001 or more, or 0"),
         ([[1]], {"top_p": 0.0}, "top_p"),
         ([[128]], {}, "holds token 128, but the model's vocabulary has 128"),
         ([[1] * 300], {}, "longer than max_position_embeddings = 256"),

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from nybble.errors import NybbleError
-from nybble.models import Inkling2ForCausalLM, presets
+from nybble.models import Inkling2ForCausalLM, preset, presets
 
 INKLINGS = ["nano", "tiny", "mini", "small", "inkling-2-small"]
 
@@ -32,20 +32,39 @@ def test_sizes_are_as_described() -> None:
     assert 80e6 < _sizes("hybrid-small")[0] < 100e6
 
 
+def test_a_model_larger_than_the_memory_is_refused_before_it_fills_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    nano = presets.get("nano")
+    size = 4 * sum(p.numel() for p in nano.meta_model().parameters())
+    monkeypatch.setattr(preset, "memory_bytes", lambda: size)
+    nano.model()
+    monkeypatch.setattr(preset, "memory_bytes", lambda: 0)
+    nano.model()
+    monkeypatch.setattr(preset, "memory_bytes", lambda: 24 << 30)
+    sentence = (
+        "inkling-2-small has 593.7 billion weights, 2212 GiB; this machine has 24 GiB of memory: choose"
+    )
+    with pytest.raises(NybbleError, match=sentence):
+        presets.get("inkling-2-small").model()
+    with torch.device("meta"):
+        assert presets.get("inkling-2-small").model().device.type == "meta"
+
+
 @pytest.mark.parametrize("name", presets.names())
 def test_shapes_suit_every_format(name: str) -> None:
-    preset = presets.get(name)
-    config, model = preset.model_config(), preset.meta_model()
+    chosen = presets.get(name)
+    config, model = chosen.model_config(), chosen.meta_model()
     whole = (".experts.",) if name in INKLINGS else ("_proj.weight",)
     for parameter_name, parameter in model.named_parameters():
         if any(part in parameter_name for part in whole):
             assert parameter.shape[-1] % 32 == 0, parameter_name
             assert parameter.shape[-2] % 32 == 0, parameter_name
-    assert preset.vocabulary == model.vocabulary
-    assert preset.sequence <= config.max_position_embeddings
-    assert preset.batch > 0
-    assert preset.steps > 0
-    assert 0 < preset.learning_rate < 0.1
+    assert chosen.vocabulary == model.vocabulary
+    assert chosen.sequence <= config.max_position_embeddings
+    assert chosen.batch > 0
+    assert chosen.steps > 0
+    assert 0 < chosen.learning_rate < 0.1
 
 
 @pytest.mark.parametrize("name", INKLINGS)

@@ -46,6 +46,10 @@ def test_a_file_changes_what_it_names_and_nothing_else(tmp_path: Path) -> None:
         ("[optimiser]\noptimiser = 'adam'", "must be one of adamw, muon; did you mean adamw"),
         ("[optimiser]\nlr = -1", "lr is -1.0; it must be above 0"),
         ("[schedule]\ndecay = 2", "decay is 2.0; it is a fraction"),
+        (
+            "[parallel]\nexchange_limit = inf",
+            r"exchange_limit is inf s; it must be above 0 and at most 1e\+09",
+        ),
         ("seed = ", "not valid TOML"),
     ],
 )

@@ -1,5 +1,6 @@
 """An external engine: four-bit weights by folder, completions over HTTP, and clear words when it fails."""
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -100,8 +101,11 @@ def test_a_dead_server_loses_no_rollout(model: Path, tmp_path: Path) -> None:
 def test_settings_without_a_folder_or_with_replay_are_refused(model: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="export_to"):
         EngineConfig(engine="vllm")
-    with pytest.raises(ConfigError, match="url"):
-        EngineConfig(url="http://::1:8000")
-    engine = EngineConfig(engine="vllm", url="http://[::1]:8000", export_to=tmp_path)
+    for url in ("http://::1:8000", "http://[zz]:8000"):
+        with pytest.raises(ConfigError, match="url"):
+            EngineConfig(url=url)
+    with pytest.raises(ConfigError, match="timeout_s is inf s; it must be above 0 and at most"):
+        EngineConfig(timeout_s=math.inf)
+    engine = EngineConfig(engine="vllm", url="http://[2001:DB8::1]:8000", export_to=tmp_path)
     with pytest.raises(ConfigError, match="router_replay"):
         rl_config(model, tmp_path, engine=engine, loss=LossConfig(router_replay=True))

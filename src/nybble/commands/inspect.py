@@ -1,4 +1,4 @@
-"""`nybble inspect`: the resolved table of a recipe on a preset or a trained model; no weights are made."""
+"""`nybble inspect`: the resolved table of a recipe on a preset; no weights are made."""
 
 from __future__ import annotations
 

@@ -51,9 +51,10 @@ def main(arguments: list[str]) -> int:
     import sys
 
     from nybble.checkpoints.hub import load_model
-    from nybble.models.generate import generate
+    from nybble.models.generate import check_sampling, generate
     from nybble.pretrain.device import numerics_status, pick_device
 
+    check_sampling(config.temperature, config.top_p)
     device = pick_device(config.device)
     trained = load_model(config.model, config.recipe, device)
     # On stderr, so that stdout is the text and nothing else.

@@ -106,7 +106,7 @@ def find_files(paths: tuple[str, ...] | list[str], field: str = "text") -> FileS
                 )
             files.append(path)
         else:
-            raise DataError(f"{path} does not exist: give a file, a folder or the name of a built-in corpus")
+            raise DataError(f"{path} is no file or folder: give one, or the name of a built-in corpus")
     return FileSource(files=tuple(files), field=field)
 
 

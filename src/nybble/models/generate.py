@@ -11,6 +11,9 @@ from nybble.errors import NybbleError
 PREFILL_TOKENS = 1024
 """Prompt tokens of one sequence that go through the model at once."""
 
+COLDEST = 1e-3
+"""Least temperature above 0: FP32 holds logits divided by it, and colder ones hardly differ from greedy."""
+
 
 def pick(logits: Tensor, temperature: float, top_p: float, draw: Tensor) -> Tensor:
     """One token a row.
@@ -111,9 +114,9 @@ class Decoder:
 
 
 def check_sampling(temperature: float, top_p: float) -> None:
-    """Raise NybbleError for a temperature below 0 or a top_p outside (0, 1]."""
-    if not temperature >= 0.0:  # nor NaN
-        raise NybbleError(f"temperature = {temperature} must not be negative; 0 is greedy")
+    """Raise NybbleError for a temperature below COLDEST that is not 0, or a top_p outside (0, 1]."""
+    if not (temperature >= COLDEST or temperature == 0.0):  # nor NaN
+        raise NybbleError(f"temperature = {temperature} must be {COLDEST} or more, or 0, which is greedy")
     if not 0.0 < top_p <= 1.0:
         raise NybbleError(f"top_p = {top_p} must lie in (0, 1]")
 
@@ -146,8 +149,8 @@ def generate(
         The new tokens of each prompt.
 
     Raises:
-        NybbleError: an empty prompt, a temperature below 0, a top_p outside (0, 1], or ids the model does
-            not know.
+        NybbleError: an empty prompt, a temperature or top_p that `check_sampling` refuses, or ids the model
+            does not know.
     """
     check_sampling(temperature, top_p)
     if not prompts or max_new_tokens <= 0:

@@ -20,6 +20,9 @@ from nybble.errors import ConfigError
 MOST_THREADS = 1024
 """More than any machine has cores; OpenMP ends the process where it cannot start as many as it is told to."""
 
+LONGEST_S = 1e9
+"""The longest wait that can be set, thirty years: clocks of torch and of sockets do not take any number."""
+
 
 def _require(condition: bool, field_name: str, sentence: str) -> None:
     if not condition:
@@ -171,7 +174,8 @@ class ParallelConfig:
         _require(self.replicate >= 1, "replicate", f"is {self.replicate}; it must be at least 1 group")
         for name in ("slow_exchange", "exchange_limit"):
             value = getattr(self, name)
-            _require(value > 0, name, f"is {value} s; it must be above 0")
+            fits = 0 < value <= LONGEST_S
+            _require(fits, name, f"is {value} s; it must be above 0 and at most {LONGEST_S:g}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,9 @@ from typing import Literal
 import tyro
 
 from nybble.errors import ConfigError
+from nybble.models.generate import COLDEST
 from nybble.pretrain.config import (
+    LONGEST_S,
     BatchConfig,
     CheckpointConfig,
     LogConfig,
@@ -47,10 +49,10 @@ class SamplingConfig:
         for name in ("prompts", "group", "max_new_tokens", "rows"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
-        if not 0 < self.temperature < math.inf:
+        if not COLDEST <= self.temperature < math.inf:
             raise ConfigError(
-                f"temperature is {self.temperature}; it must be above 0, as greedy groups are all equal, and "
-                "finite"
+                f"temperature is {self.temperature}; it must be at least {COLDEST}, as greedy groups are all "
+                "equal, and finite"
             )
         if not 0 < self.top_p <= 1:
             raise ConfigError(f"top_p is {self.top_p}; it must lie above 0 and at most at 1")
@@ -86,9 +88,11 @@ class EngineConfig:
     """Longest wait for one answer of the server, in seconds."""
 
     def __post_init__(self) -> None:
-        if not self.timeout_s > 0:
-            raise ConfigError(f"timeout_s is {self.timeout_s} s; it must be above 0")
-        if not re.fullmatch(r"https?://([^/\s:@]+|\[[\da-f:]+\])(:\d{1,5})?(/\S*)?", self.url):
+        if not 0 < self.timeout_s <= LONGEST_S:
+            raise ConfigError(
+                f"timeout_s is {self.timeout_s} s; it must be above 0 and at most {LONGEST_S:g}"
+            )
+        if not re.fullmatch(r"https?://([^/\s:@[\]]+|\[[\da-fA-F:.]+\])(:\d{1,5})?(/\S*)?", self.url):
             raise ConfigError(f"url is {self.url!r}; it must look like http://127.0.0.1:8000")
         if self.engine == "vllm" and self.export_to is None:
             raise ConfigError(
