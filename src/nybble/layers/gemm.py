@@ -56,7 +56,7 @@ def grouped_rows(a: Any, w: Any, offs: Tensor, transpose: bool, clear: bool = Tr
         out = hopper.product_of_rows(a, w, offs)
         return zero_behind(out, offs) if clear else out
     if direct(a) and a.dtype == torch.bfloat16 and not clear:
-        return F.grouped_mm(a, w.transpose(-2, -1) if transpose else w, offs=offs)
+        return hopper.bf16_rows(a, w, offs, transpose)
     return _grouped_rows(a, w, offs, transpose, clear)
 
 
@@ -91,12 +91,12 @@ def _grouped_rows(a: Tensor, w: Tensor, offs: Tensor, transpose: bool, clear: bo
     w is [E, N, C] with `transpose` (a @ w[e].T, fprop) and [E, C, N] without (a @ w[e], dgrad). Returns [R,
     N]; without `clear` rows at or beyond offs[-1] may hold anything.
     """
-    w = w.transpose(-2, -1) if transpose else w
     if a.device.type == "cuda" and a.dtype == torch.bfloat16:
-        out = F.grouped_mm(a, w, offs=offs)
+        out = hopper.bf16_rows(a, w, offs, transpose)
         if not clear:
             return out
         return out.masked_fill_(torch.arange(a.shape[0], device=a.device)[:, None] >= offs[-1], 0)
+    w = w.transpose(-2, -1) if transpose else w
     if a.device.type == "cpu" and a.dtype == torch.float32:
         out = fresh(a.shape[0], w.shape[-1])
         tiled.grouped_rows(a, w.transpose(-2, -1) if transpose else w, offs, transpose, out)

@@ -47,7 +47,7 @@ def product_of_rows(
         _plain(w, 2 * BN),
         w_scales.contiguous(),
         offs,
-        _ending_rows(out),
+        ending_rows(out),
         N,
         C,
         E,
@@ -113,7 +113,7 @@ def _ending_columns(t: Tensor, rows: int) -> TensorDescriptor:
     return TensorDescriptor(t, shape, strides, [1, 1, rows, BK], layout)
 
 
-def _ending_rows(t: Tensor) -> TensorDescriptor:
+def ending_rows(t: Tensor) -> TensorDescriptor:
     """Tiles [64, BN] of BF16 [R, N] that end at row `end`: at (HUGE, end, HUGE - end + row, column)."""
     layout = gl.NVMMASharedLayout(128, 16, 4)
     step = t.shape[1]

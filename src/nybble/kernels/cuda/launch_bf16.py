@@ -1,0 +1,51 @@
+"""Launches of `bf16_rows.py`: what it takes, grids, and descriptors of what the TMA engine moves."""
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from nybble.kernels.cuda import bf16_rows
+from nybble.kernels.cuda.jit import cdiv, multiprocessors
+from nybble.kernels.cuda.launch_fp8 import BN, REGISTERS, WARPS, ending_rows
+from nybble.kernels.cuda.launch_rows import pow2
+
+STAGES = 4
+CK, HALF = bf16_rows.CK.value, bf16_rows.HALF.value
+
+
+def product_of_rows(a: Tensor, w: Tensor, offs: Tensor, transpose: bool) -> Tensor:
+    """Each group's rows of BF16 [R, C], which end at offs (int32 [E]), times its matrix.
+
+    w is [E, N, C] with `transpose`, else [E, C, N]; C is a multiple of 64 up to 512 (shared
+    memory holds 128 outputs of them) and N one of 8.
+    Returns BF16 [R, N]; rows at or beyond offs[-1] hold anything.
+    """
+    (R, C), E = a.shape, w.shape[0]
+    N = w.shape[1] if transpose else w.shape[2]
+    out = torch.empty(R, N, dtype=torch.bfloat16, device=a.device)
+    across = cdiv(N, BN)
+    w = w.contiguous()
+    spans = max(1, min(multiprocessors(a.device) // across, cdiv(R, 2 * HALF)))
+    bf16_rows.product_of_rows[(across * spans,)](
+        _plain(a.contiguous(), HALF, CK),
+        _plain(w.view(E * N, C), BN, CK) if transpose else _plain(w.view(E * C, N), CK, BN),
+        offs,
+        ending_rows(out),
+        N,
+        C,
+        E,
+        TRANSPOSE=transpose,
+        STEPS=C // CK,
+        G=pow2(E),
+        STAGES=STAGES,
+        num_warps=WARPS,
+        maxnreg=REGISTERS,
+    )
+    return out
+
+
+def _plain(t: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    """Tiles [rows, columns] of BF16 [R, C]."""
+    layout = gl.NVMMASharedLayout(128, 16, 2)
+    return TensorDescriptor(t, list(t.shape), [t.shape[1], 1], [rows, columns], layout)
