@@ -7,7 +7,7 @@ from torch.utils.checkpoint import checkpoint
 
 from nybble.formats import get, reference
 from nybble.formats.outer import decode_scale
-from nybble.layers import Experts, convert, set_step
+from nybble.layers import Experts, convert, refresh, set_step
 
 SEED, STEP, MICRO = 3, 11, 1
 E, H, WIDTH, K = 4, 64, 32, 2
@@ -185,6 +185,20 @@ def test_draws_follow_tokens_not_their_order(recipe):
     y2, dx2, dw2 = step(module, *args, rows=mixed)[:3]
     for a, b in ((y2, y), (dx2, dx), (dw2, dw)):
         torch.testing.assert_close(a, b[mixed], rtol=1e-5, atol=1e-6)  # order of accumulation
+
+
+def test_refreshed_weights_of_a_part_of_the_experts_are_drawn_as_in_the_whole():
+    module, batch = experts(), inputs()
+    whole = step(module, *batch)
+    module.first_expert = 3
+    set_step(module, STEP + 1)
+    set_step(module, STEP)
+    part = step(module, *batch)
+    set_step(module, STEP)
+    refresh(module)
+    assert all(cache.kept.keys() == {"fprop", "dgrad"} for cache in module.weight_caches)
+    assert equal(step(module, *batch), part)
+    assert not equal(part, whole)
 
 
 @pytest.mark.parametrize("recipe", [INKLING, STOCHASTIC, {"rule": [{"modules": "**", "all": "bf16"}]}])
