@@ -121,3 +121,19 @@ def test_refreshed_weights_serve_a_compiled_graph_until_the_next_step():
         assert same(got, expected)
         with torch.no_grad():
             block[0].weight.mul_(1.1)
+
+
+def test_a_compiled_backward_pass_draws_from_the_key_of_its_forward_pass():
+    block = nn.Sequential(nn.Linear(64, 64))
+    convert(block, {"rule": [RULE]})
+    compiled, x = torch.compile(block, backend="aot_eager", fullgraph=True), torch.randn(24, 64)
+    set_step(block, 0)
+    alone = run(block, lambda x, _: compiled(x), x, None)
+
+    def overtaken(x, _):
+        y = compiled(x)
+        set_step(block, 1)
+        return y
+
+    set_step(block, 0)
+    assert same(run(block, overtaken, x, None), alone)

@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from nybble.formats import get, reference
 from nybble.formats.outer import decode_scale
 from nybble.layers import convert, set_step
+from nybble.layers import step as step_module
 
 SEED, STEP, MICRO = 5, 7, 2
 STOCHASTIC = {"format": "mxfp8", "rounding": "stochastic"}
@@ -202,6 +203,29 @@ def test_the_backward_pass_draws_from_the_key_of_its_forward_pass(recipe):
     set_step(lin, STEP, MICRO + 1)
     y.backward(dy)
     assert torch.equal(lin.weight.grad, alone)
+
+
+def test_keys_of_a_cuda_graph_change_in_place_but_not_those_of_other_passes(monkeypatch):
+    state, cpu = step_module.StepState(), torch.device("cpu")
+    before = state.keys(cpu)
+    state.set(1, 1)
+    monkeypatch.setattr(step_module, "_capturing", lambda _: True)
+    captured = state.keys(cpu)
+    monkeypatch.setattr(step_module, "_capturing", lambda _: False)
+    beside = state.keys(cpu)
+    state.set(5, 2, seed=9)
+    assert [key.tolist() for key in captured] == [[9, 5, 2, 0], [9, 5, 0, 0]]
+    assert [key.tolist() for key in beside] == [[0, 1, 1, 0], [0, 1, 0, 0]]
+    assert [key.tolist() for key in before] == [[0] * 4, [0] * 4]
+
+
+def test_a_key_that_a_sampler_was_first_to_need_serves_training():
+    lin = layer(NVFP4)
+    lin.step_state._keys.clear()
+    with torch.inference_mode():
+        set_step(lin, STEP + 1)
+        lin(torch.randn(32, 64))
+    lin(torch.randn(32, 64)).sum().backward()
 
 
 def test_activation_checkpointing_gives_the_same_bits():

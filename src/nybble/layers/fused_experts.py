@@ -16,7 +16,6 @@ from nybble.layers.expert_gradients import Gradients
 from nybble.layers.expert_pass import Pass, Plan
 from nybble.layers.operand import FP8, compute_dtype
 from nybble.layers.routing import Route
-from nybble.layers.step import kept_key
 
 BF16 = torch.bfloat16
 
@@ -65,9 +64,7 @@ class FusedExperts(torch.autograd.Function):
         scale = run.factors(h_amax, fprop.x, "row", w_amax, fprop.w, run.weights)
         y: Tensor = fused.combine_rows(out, scale, run.place, ends, plan.k)
         saved = [*saved_x, *saved_h, *([gate_up] if plan.keep_gate_up else [])]
-        draws = plan.up.spec.draws or plan.down.spec.draws
-        keys = (kept_key(key, draws), kept_key(weight_key, draws))
-        ctx.save_for_backward(weights, w_up, w_down, order, ends, rows, *keys, factor, *saved)
+        ctx.save_for_backward(weights, w_up, w_down, order, ends, rows, key, weight_key, factor, *saved)
         ctx.plan, ctx.counts = plan, (len(saved_x), len(saved_h))
         ctx.shapes = (x.shape, h.shape)
         return y

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from nybble.formats import Operand as Role
 from nybble.layers import gemm, kept
 from nybble.layers.operand import Draw, cast, cast_both, compute_dtype, one_read, outer, product
-from nybble.layers.step import StepState, kept_key
+from nybble.layers.step import StepState
 from nybble.layers.weights import Spec, Weight, WeightCache, tag_of
 
 
@@ -123,8 +123,7 @@ class _Linear(torch.autograd.Function):
         )  # fmt: skip
         w, w_amax = plan.weight.fprop(weight, weight_key, dtype)
         scale = product(outer(amax, fprop.x), outer(w_amax, fprop.w))
-        keys = (kept_key(key, spec.draws), kept_key(weight_key, spec.draws))
-        ctx.save_for_backward(weight, rows, *keys, mean, *saved)
+        ctx.save_for_backward(weight, rows, key, weight_key, mean, *saved)
         ctx.plan, ctx.shape, ctx.has_bias = plan, x.shape, bias is not None
         if bias is not None:
             shift = bias.float() if shift is None else shift + bias.float()

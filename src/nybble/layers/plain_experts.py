@@ -13,7 +13,6 @@ from nybble.layers import gemm, kept
 from nybble.layers.expert_pass import Plan
 from nybble.layers.operand import Values, cast, compute_dtype, ends_of, outer, product
 from nybble.layers.routing import Route, combine
-from nybble.layers.step import kept_key
 from nybble.layers.weights import Spec
 from nybble.recipes import Operand
 
@@ -56,9 +55,7 @@ class PlainExperts(torch.autograd.Function):
         factor = product(weights.reshape(-1)[routed.pair()].float(), scale)
         y = combine(out, factor, routed.place(), plan.k, x.dtype)
         saved = [*saved_x, *saved_h, *([gate_up] if plan.keep_gate_up else [])]
-        draws = plan.up.spec.draws or plan.down.spec.draws
-        keys = (kept_key(key, draws), kept_key(weight_key, draws))
-        ctx.save_for_backward(weights, w_up, w_down, order, ends, rows, *keys, *saved)
+        ctx.save_for_backward(weights, w_up, w_down, order, ends, rows, key, weight_key, *saved)
         ctx.plan, ctx.counts = plan, (len(saved_x), len(saved_h))
         ctx.shapes, ctx.dtype = (x.shape, h.shape), x.dtype
         return y

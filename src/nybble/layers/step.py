@@ -14,8 +14,9 @@ class StepState:
     """Seed, step and micro-batch as int64 tensors, so that compiled and captured graphs follow when they
     change; and which part of the batch this process has.
 
-    The tensors are updated in place; a layer that draws keeps them for its backward pass as `kept_key` says.
-    Draws of weights always use micro-batch 0: their codes serve all micro-batches of a step.
+    A pass keeps the tensors that it began with, also where the next `set_step` comes before its backward
+    pass. Those of CUDA graphs alone are updated in place: a graph reads the same memory each time. Draws of
+    weights always use micro-batch 0: their codes serve all micro-batches of a step.
     """
 
     def __init__(self, seed: int = 0) -> None:
@@ -34,15 +35,22 @@ class StepState:
         self.inputs, self.kept_inputs = LastOperand(), LastOperand()
         """What linear layers made last of an input, for fprop and for wgrad."""
         self._keys: dict[torch.device, tuple[Tensor, Tensor]] = {}
+        self._captured: set[torch.device] = set()
+        """Where a CUDA graph reads the keys."""
 
     def keys(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """(key of activations, key of weights) on `device`, int64 [4] each: seed, step, micro, 0."""
         if device not in self._keys:
             self._keys[device] = (
-                torch.tensor([self.seed, self.step, self.micro, 0], dtype=torch.int64, device=device),
-                torch.tensor([self.seed, self.step, 0, 0], dtype=torch.int64, device=device),
+                _made(self.seed, self.step, self.micro, 0, device=device),
+                _made(self.seed, self.step, 0, 0, device=device),
             )
-        return self._keys[device]
+        key, weight_key = self._keys[device]
+        if _capturing(device):
+            self._captured.add(device)
+        elif device in self._captured:
+            return key.clone(), weight_key.clone()
+        return key, weight_key
 
     def rows(self, tokens: int, device: torch.device) -> Tensor | None:
         """int64 [tokens]: what this part's tokens count as in draws; None where that is their index."""
@@ -63,13 +71,11 @@ class StepState:
         before = (self.seed, self.step, self.micro)
         self.seed, self.step, self.micro = seed, step, micro
         self.managed = True
-        for key, weight_key in self._keys.values():
-            # Filling waits for nothing; a copy from the host's memory would wait for the GPU.
-            for i, (old, new) in enumerate(zip(before, (seed, step, micro), strict=True)):
-                if new != old:
-                    key[i].fill_(new)
-                    if i < 2:
-                        weight_key[i].fill_(new)
+        changed = {i: new for i, new in enumerate((seed, step, micro)) if new != before[i]}
+        of_weights = {i: new for i, new in changed.items() if i < 2}
+        for device, (key, weight_key) in self._keys.items():
+            in_place = device in self._captured
+            self._keys[device] = _changed(key, changed, in_place), _changed(weight_key, of_weights, in_place)
 
     def __deepcopy__(self, memo: dict[int, object]) -> "StepState":
         copy = StepState(self.seed)
@@ -78,17 +84,24 @@ class StepState:
         return copy
 
 
-def kept_key(key: Tensor, draws: bool) -> Tensor:
-    """What a backward pass draws by, of a layer that `draws` at all: a copy, since the next `set_step` may
-    come before it.
+def _capturing(device: torch.device) -> bool:
+    plain = device.type == "cuda" and not torch.compiler.is_compiling()
+    return plain and torch.cuda.is_current_stream_capturing()
 
-    In a CUDA graph, which has both passes of a micro-batch, it is the key itself: copies of it would be as
-    many kernels as a layer's products. A layer without draws gets an empty tensor, which nothing can draw by.
-    """
-    if not draws:
-        return key.new_empty(0)
-    capturing = key.is_cuda and not torch.compiler.is_compiling() and torch.cuda.is_current_stream_capturing()
-    return key if capturing else key.clone()
+
+@torch.inference_mode(False)  # a training pass may keep what was made here during a sampler's
+def _made(*entries: int, device: torch.device) -> Tensor:
+    return torch.tensor(entries, dtype=torch.int64, device=device)
+
+
+@torch.inference_mode(False)
+def _changed(key: Tensor, entries: dict[int, int], in_place: bool) -> Tensor:
+    """The key with other entries."""
+    if entries and not in_place:
+        key = key.clone()
+    for i, new in entries.items():
+        key[i].fill_(new)  # waits for nothing; a copy from the host's memory would wait for the GPU
+    return key
 
 
 def set_step(model: nn.Module, step: int, micro: int = 0, seed: int | None = None) -> None:

@@ -66,12 +66,6 @@ class Spec(NamedTuple):
             operand.format == "bf16" and not operand.hadamard for operand in operands
         )
 
-    @property
-    def draws(self) -> bool:
-        """Whether any operand takes random numbers."""
-        operands = [self.gemms.get(role) for role in OPERANDS]
-        return any(operand.rounding != "nearest" or operand.signs == "drawn" for operand in operands)
-
     def draw(self, role: Role, key: Tensor) -> Draw:
         return Draw(key, self.layer, self.role + int(role))
 

@@ -74,7 +74,7 @@ class Exchange:
         ones = [1] * ranks
         sizes = self.wire.start("sizes", want.counts, ones, ones)
         layer = experts.specs[0].layer
-        key = experts.step_state.keys(x.device)[0].clone()
+        key = experts.step_state.keys(x.device)[0]
         rows = torch.arange(x.shape[0], device=x.device) if rows is None else rows
         message = messages.pack(x, self.traffic.dispatch)
         way = self._routes(index, want, sizes.wait())
