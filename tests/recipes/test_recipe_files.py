@@ -37,6 +37,17 @@ def test_the_hash_tells_recipes_apart_but_not_their_names_nor_what_they_keep():
     assert c != a
 
 
+def test_what_a_rule_says_where_it_matches_nothing_does_not_count_in_the_hash():
+    rule = {"modules": "**", "all": "mxfp8"}
+    plain, said = (
+        load_recipe({"rule": [r], "rl": {"train": {"rule": [r]}}})
+        for r in (rule, {**rule, "optional": True, "hint": "take another"})
+    )
+    assert said.hash() == plain.hash()
+    assert said != plain
+    assert load_recipe(said.to_dict()) == said
+
+
 @pytest.mark.parametrize("table", OPTIONS)
 def test_every_option_is_saved_and_counts_unless_it_is_said_to_be_free(table, monkeypatch):
     usual = load_recipe({"rule": []})

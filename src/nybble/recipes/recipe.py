@@ -20,8 +20,11 @@ OPTIONS: dict[str, dict[str, tuple[str, ...]]] = {
 }
 """Tables of single options; the first choice is the default."""
 
-FREE = {"experts": ("keep",), "weights": ("cache",)}
-"""Options that trade memory for time and leave every bit alone."""
+FREE = {"experts": ("keep",), "weights": ("cache",), "blocks": ("tails",)}
+"""Options that leave every bit alone: they trade memory for time, or say which models are refused."""
+
+FREE_OF_RULES = ("optional", "hint")
+"""Keys of rules that do."""
 
 STAGES = ("sample", "train")
 """Stages of reinforcement learning that may have rules of their own, as [[rl.sample.rule]]."""
@@ -79,10 +82,13 @@ class Recipe:
         return tomli_w.dumps(self.to_dict())
 
     def hash(self) -> str:
-        """12 hex digits that are equal when the numbers are: names do not count, nor do options of FREE."""
+        """12 hex digits that are equal when the numbers are: names do not count, nor does what is FREE."""
         content = self._content()
         for table, names in FREE.items():
             content[table] = {key: value for key, value in content[table].items() if key not in names}
+        for rule in (rule for part in (content, *content.get("rl", {}).values()) for rule in part["rule"]):
+            for key in FREE_OF_RULES:
+                rule.pop(key, None)
         content = {key: value for key, value in content.items() if value != {}}
         return hashlib.sha256(tomli_w.dumps(content).encode()).hexdigest()[:12]
 
