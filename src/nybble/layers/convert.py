@@ -11,7 +11,8 @@ from nybble.errors import NybbleError, RecipeError
 from nybble.layers.experts import DOWN, Experts, experts_class
 from nybble.layers.linear import Linear, linear_class
 from nybble.layers.step import StepState
-from nybble.layers.weights import Spec, WeightCache
+from nybble.layers.weight_cache import WeightCache
+from nybble.layers.weights import Spec
 from nybble.recipes import GemmTable, Recipe, Row, Table, load_recipe, resolve
 
 

@@ -26,7 +26,8 @@ from nybble.layers.operand import Codes
 from nybble.layers.plain_experts import PlainExperts
 from nybble.layers.routing import route
 from nybble.layers.step import StepState
-from nybble.layers.weights import Spec, Weight, WeightCache
+from nybble.layers.weight_cache import WeightCache
+from nybble.layers.weights import Spec, Weight
 
 DOWN = 8
 """Added to the operand numbers of the down product, so that its draws are not those of the up product."""

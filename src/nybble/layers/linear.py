@@ -16,7 +16,8 @@ from nybble.formats import Operand as Role
 from nybble.layers import gemm, kept
 from nybble.layers.operand import Draw, cast, cast_both, compute_dtype, one_read, outer, product
 from nybble.layers.step import StepState
-from nybble.layers.weights import Spec, Weight, WeightCache, tag_of
+from nybble.layers.weight_cache import WeightCache, tag_of
+from nybble.layers.weights import Spec, Weight
 
 
 class Plan(NamedTuple):

@@ -9,7 +9,8 @@ from nybble.layers.experts import Experts, local, up_name
 from nybble.layers.linear import Linear
 from nybble.layers.operand import compute_dtype
 from nybble.layers.step import StepState
-from nybble.layers.weights import Spec, Weight, WeightCache, tag_of
+from nybble.layers.weight_cache import WeightCache, tag_of
+from nybble.layers.weights import Spec, Weight
 
 
 @torch.no_grad()

@@ -6,7 +6,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-from nybble.layers.weights import tag_of
+from nybble.layers.weight_cache import tag_of
 from nybble.recipes import Operand
 
 T = TypeVar("T")

@@ -1,15 +1,10 @@
-"""Weight operands: quantised once an optimiser step, not once a micro-batch.
-
-Within a step (between calls of `set_step`) operands are kept, and used again only while the parameter is the
-same tensor, unchanged: same storage, version, dtype and device. Without `set_step` nothing is kept.
-"""
+"""Weight operands: quantised once an optimiser step, not once a micro-batch; `weight_cache.py` keeps them."""
 
 import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from nybble import formats
 from nybble.formats import Operand as Role
@@ -29,12 +24,8 @@ from nybble.layers.operand import (
     recast,
     shape_of,
 )
+from nybble.layers.weight_cache import WeightCache
 from nybble.recipes import OPERANDS, GemmTable
-
-VALUES_LIMIT = {"cpu": 64 << 20, "cuda": 512 << 20}
-"""cache = "auto" keeps values of operands up to this many bytes and codes of larger ones. Values save a
-dequantisation in each pass, which on a CPU is a quarter of the product of a small expert; codes take 4.5 bits
-a value, not 16 or 32."""
 
 
 class Spec(NamedTuple):
@@ -70,43 +61,6 @@ class Spec(NamedTuple):
         return Draw(key, self.layer, self.role + int(role))
 
 
-class WeightCache:
-    """Operands of one weight of one module."""
-
-    def __init__(self, mode: str) -> None:
-        self.mode = mode
-        self.tag: tuple[object, ...] = ()
-        self.kept: dict[str, Codes | Values] = {}
-
-    def get(self, name: str, tag: tuple[object, ...]) -> Codes | Values | None:
-        """The operand called `name` if it is still that of the weight that `tag` describes."""
-        if tag != self.tag:
-            self.tag, self.kept = tag, {}
-        return self.kept.get(name)
-
-    def __reduce__(self) -> tuple[type["WeightCache"], tuple[str]]:
-        # A copy or a pickle has weights of its own, so it begins without operands.
-        return WeightCache, (self.mode,)
-
-
-def tag_of(weight: Tensor, generation: int) -> tuple[object, ...]:
-    """What must be equal for a cached operand of `weight` to be used again.
-
-    The storage is named by a weak reference, which keeps its name (not its memory) from being given away:
-    after `.to()` and back a weight may well lie at its old address with other values.
-    """
-    storage = StorageWeakRef(weight.untyped_storage())
-    return (
-        generation,
-        storage,
-        weight.data_ptr(),
-        weight._version,
-        weight.dtype,
-        weight.device,
-        weight.shape,
-    )
-
-
 class Weight(NamedTuple):
     """A weight with what is needed to make its operands."""
 
@@ -133,20 +87,12 @@ class Weight(NamedTuple):
         fprop = self.spec.gemms.fprop.w
         fmt = formats.get(fprop.format)
         plain = fmt.packed and fmt.scale == "e4m3" and fmt.block_rows == 1 and not fprop.hadamard
-        if self.cache is None or not plain or self._mode(weight, torch.bfloat16) != "codes":
+        if self.cache is None or not plain or self.cache.form(weight, torch.bfloat16) != "codes":
             return None
         hit = self.cache.kept.get("fprop") if self.tag is None else self.cache.get("fprop", self.tag)
         if hit is None and self.tag is not None:
             hit = self.cache.kept["fprop"] = self._codes("fprop", weight, key)
         return hit if isinstance(hit, Codes) else None
-
-    def _mode(self, weight: Tensor, dtype: torch.dtype) -> str:
-        """Whether "codes" or "values" of this size are kept."""
-        assert self.cache is not None
-        if self.cache.mode != "auto":
-            return self.cache.mode
-        size = weight.numel() * dtype.itemsize
-        return "values" if size <= VALUES_LIMIT.get(weight.device.type, 0) else "codes"
 
     def _operand(self, name: str, weight: Tensor, key: Tensor, dtype: torch.dtype) -> Values:
         if self._same() and name == "dgrad":
@@ -162,7 +108,7 @@ class Weight(NamedTuple):
             return hit
         if self.tag is None:
             return self._compute(name, weight, key, dtype)
-        if self._mode(weight, dtype) == "codes":
+        if self.cache.form(weight, dtype) == "codes":
             codes = self._codes(name, weight, key)
             self.cache.kept[slot] = codes
             return self._decode(name, codes, weight, dtype)
