@@ -18,18 +18,13 @@ from nybble.kernels.cuda.stores import store_values
 
 @triton.jit
 def along_features(
-    raw,
-    words,
-    SCALE: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
-    BF16: tl.constexpr,
-    W: tl.constexpr,
-    ASM: tl.constexpr,
+    raw, words, SCALE: tl.constexpr, STOCHASTIC: tl.constexpr, BF16: tl.constexpr, ASM: tl.constexpr
 ):
     """Eight FP32: eight features of a token rounded in their block, which four neighbouring threads hold."""
+    N: tl.constexpr = raw[0].shape[0]
     m = magnitude_bits(magnitude(raw, BF16, ASM), BF16)
-    m = tl.max(tl.reshape(m.to(tl.int32), (8 * W, 4)), axis=1)
-    m = tl.reshape(tl.broadcast_to(m[:, None], (8 * W, 4)), (32 * W,)).to(tl.uint32)
+    m = tl.max(tl.reshape(m.to(tl.int32), (N // 4, 4)), axis=1)
+    m = tl.reshape(tl.broadcast_to(m[:, None], (N // 4, 4)), (N,)).to(tl.uint32)
     byte = rule.e8m0_byte(m, 448.0, SCALE)
     scale = rule.e8m0_value(byte)
     w0, w1 = e4m3_words(raw, rule.e8m0_multiplier(byte), words, STOCHASTIC, SCALE, BF16, ASM)
@@ -38,44 +33,6 @@ def along_features(
     for j in tl.static_range(8):
         v = v + (q[j] * scale,)
     return v
-
-
-@triton.jit
-def store_along_tokens(
-    values_ptr,
-    raws,
-    places,
-    key,
-    tag,
-    row,
-    first,
-    count,
-    column,
-    inside,
-    columns,
-    SCALE: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
-    SOURCE: tl.constexpr,
-    OUT_BF16: tl.constexpr,
-    W: tl.constexpr,
-    ASM: tl.constexpr,
-):
-    """The eight tokens of each thread rounded in their blocks of 32, the four threads of a column."""
-    zeros = ()
-    for _ in tl.static_range(8):
-        zeros = zeros + (0.0,)
-    maxima = tile_maxima(raws, zeros, zeros, SOURCE, STOCHASTIC, ASM)
-    muls = ()
-    scales = ()
-    for j in tl.static_range(8):
-        byte = rule.e8m0_byte(over_lanes(maxima[j], W, 4, 8), 448.0, SCALE)
-        muls = muls + (to_lanes(rule.e8m0_multiplier(byte), W, 4, 8),)
-        scales = scales + (to_lanes(rule.e8m0_value(byte), W, 4, 8),)
-    for h in tl.static_range(2):
-        words = column_words(
-            raws, zeros, zeros, places, key, tag, muls, h, SCALE, STOCHASTIC, True, SOURCE, ASM
-        )
-        store_tokens(values_ptr, words, scales, row, first, count, column, inside, columns, h, OUT_BF16, ASM)
 
 
 @triton.jit(do_not_specialize=["tokens", "blocks", "tag_rows", "tag_columns"])
@@ -119,6 +76,7 @@ def fake_quantize_both(
     column = column.to(tl.int64)
 
     raws = ()
+    zeros = ()
     for i in tl.static_range(8):
         mask = inside & (first + i < count)
         if HAS_INDEX:
@@ -127,6 +85,7 @@ def fake_quantize_both(
         else:
             raw = load_raw(advance(x_ptr, row * row_stride + column, BF16), i * row_stride, mask, BF16)
         raws = raws + (raw,)
+        zeros = zeros + (0.0,)
 
     places = ()
     key = (0, 0, 0, 0, 0)
@@ -144,7 +103,7 @@ def fake_quantize_both(
             words = draws_at(places[i], key, tag_rows.to(tl.uint32), True)
         else:
             words = (0, 0, 0, 0)
-        v = along_features(raws[i], words, SCALE, STOCHASTIC, BF16, W, ASM)
+        v = along_features(raws[i], words, SCALE, STOCHASTIC, BF16, ASM)
         to_ptr = advance(along_rows_ptr, row * columns + column, OUT_BF16)
         store_values(to_ptr, columns * i, v, mask, OUT_BF16, ASM)
 
@@ -154,7 +113,18 @@ def fake_quantize_both(
             factor = tl.load(factor_ptr + row + i, mask=inside & (first + i < count), other=0.0)
             scaled = scaled + (times(raws[i], factor, BF16, ASM),)
         raws = scaled
-    store_along_tokens(
-        along_columns_ptr, raws, places, key, tag_columns.to(tl.uint32), row, first, count, column, inside,
-        columns, SCALE, STOCHASTIC, SOURCE, OUT_BF16, W, ASM,
-    )  # fmt: skip
+    maxima = tile_maxima(raws, zeros, zeros, SOURCE, STOCHASTIC, ASM)
+    muls = ()
+    scales = ()
+    for j in tl.static_range(8):
+        byte = rule.e8m0_byte(over_lanes(maxima[j], W, 4, 8), 448.0, SCALE)
+        muls = muls + (to_lanes(rule.e8m0_multiplier(byte), W, 4, 8),)
+        scales = scales + (to_lanes(rule.e8m0_value(byte), W, 4, 8),)
+    for h in tl.static_range(2):
+        words = column_words(
+            raws, zeros, zeros, places, key, tag_columns.to(tl.uint32), muls, h,
+            SCALE, STOCHASTIC, True, SOURCE, ASM,
+        )  # fmt: skip
+        store_tokens(
+            along_columns_ptr, words, scales, row, first, count, column, inside, columns, h, OUT_BF16, ASM
+        )

@@ -180,7 +180,7 @@ def swiglu_backward_both(
     if tiles is None:
         tiles = launch_columns.block_table(ends, blocks, TILE)
     first, second = torch.empty_like(gate_up), torch.empty_like(gate_up)
-    fmt, parts = table.get(to_format), cdiv(width, 64)
+    fmt, parts = table.get(to_format), width // 32
     dots = torch.empty(parts, R, dtype=torch.float32, device=device) if h else None
     warps = launch_columns.WARPS
     swiglu_gradients_both.swiglu_backward_both[(parts, cdiv(blocks, warps))](
