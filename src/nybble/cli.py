@@ -34,7 +34,6 @@ VERBS: dict[str, tuple[str, str]] = {
 
 STATUS_INTERRUPTED = 130
 
-
 FEW_CORES = 4
 """Cores of a machine on which other programs are likely to want one of those that threads wait on."""
 

@@ -5,13 +5,15 @@ triton.
 """
 
 import sys
-from collections.abc import Callable
-from contextlib import ExitStack
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from itertools import chain, repeat
 from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -27,6 +29,7 @@ from nybble.models.inkling2.residual import EPS, BlockAttentionResidual, plain_m
 from nybble.models.inkling2.router import _Logits
 from nybble.models.loss import plain_rows
 from nybble.models.norms import CLIP_EPS, RMSNorm, plain_l2_clip, plain_rms_norm
+from nybble.parallel import make_mesh, shard
 
 BF16 = torch.bfloat16
 
@@ -261,9 +264,8 @@ def routes() -> None:
     compare(got, want, x, weight)
 
 
-def whole_model() -> None:
-    """Loss and gradients in FP32, with packed documents, blocks that end within the stack and both kinds of
-    layers."""
+def model_and_text() -> tuple[Inkling2ForCausalLM, Tensor, Tensor]:
+    """A model in FP32 with blocks that end within the stack and both kinds of layers; packed documents."""
     config = presets.get("nano").model_config(
         num_hidden_layers=3,
         layer_types=["hybrid_sliding", "hybrid", "hybrid_sliding"],
@@ -277,25 +279,73 @@ def whole_model() -> None:
     )
     model = Inkling2ForCausalLM(config).train()
     model.flex = False
+    model.compute_dtype = torch.float32
     for p in model.parameters():
         p.data += 0.05 * torch.randn_like(p)
     ids, segments = torch.randint(64, (1, 7)), torch.zeros(1, 7, dtype=torch.int64)
     segments[0, 4:] = 1
+    return model, ids, segments
+
+
+@contextmanager
+def passes(served: bool) -> Iterator[None]:
+    """Whether the passes here serve models, also on a CPU."""
     modules = [m for n, m in list(sys.modules.items()) if n.startswith("nybble.") and hasattr(m, "on_gpu")]
+    with ExitStack() as stack:
+        for module in modules:
+            stack.enter_context(patch.object(module, "on_gpu", lambda _: served))
+        if served:  # and none of the operations that CPUs have for whole layers
+            stack.enter_context(patch.object(attention, "unwatched", lambda *_: False))
+        yield
+
+
+def whole_model() -> None:
+    """Loss and gradients."""
+    model, ids, segments = model_and_text()
     results = []
     for served in (True, False):
-        model.compute_dtype = torch.float32
-        with ExitStack() as stack:
-            for module in modules:
-                stack.enter_context(patch.object(module, "on_gpu", lambda _, on=served: on))
-            if served:  # and none of the operations that CPUs have for whole layers
-                stack.enter_context(patch.object(attention, "unwatched", lambda *_: False))
+        with passes(served):
             loss = model(ids, labels=ids, segments=segments).loss
             results.append([loss, *torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)])
     for name, a, b in zip(["loss", *(n for n, _ in model.named_parameters())], *results, strict=True):
         assert (a is None) == (b is None), name
         if a is not None:
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}")
+
+
+def sharded_model() -> None:
+    """The same bits where FSDP gathers weights layer by layer; they are NaN as soon as it gives them back."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_param
+
+    device = torch.get_default_device().type
+    backend = "nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    given_back = _fsdp_param.free_storage
+
+    def free_storage(tensor: Tensor) -> None:
+        tensor.untyped_storage().fill_(0xFF)
+        given_back(tensor)
+
+    try:
+        model, ids, segments = model_and_text()
+        results = []
+        with (
+            passes(True),
+            patch.object(_fsdp_param, "free_storage", free_storage),
+            warnings.catch_warnings(action="error", category=UserWarning),
+        ):
+            for sharded in (False, True):
+                if sharded:
+                    shard(model, make_mesh(device))
+                model.zero_grad()
+                model(ids, labels=ids, segments=segments).loss.backward()
+                grads = [(n, p.grad) for n, p in model.named_parameters() if p.grad is not None]
+                results.append({n: getattr(g, "full_tensor", lambda g=g: g)().clone() for n, g in grads})
+        alone, gathered = results
+        assert alone.keys() == gathered.keys()
+        assert [name for name in alone if not torch.equal(alone[name], gathered[name])] == []
+    finally:
+        dist.destroy_process_group()
 
 
 CHECKS = (
@@ -308,6 +358,7 @@ CHECKS = (
     losses,
     routes,
     whole_model,
+    sharded_model,
 )
 
 

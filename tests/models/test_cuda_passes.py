@@ -23,6 +23,7 @@ CHECKS = [
     "losses",
     "routes",
     "whole_model",
+    "sharded_model",
 ]
 
 

@@ -6,6 +6,7 @@ batch, so that gradients, and what is rounded on the way, have the values that t
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -23,6 +24,9 @@ from nybble.parallel.wire import Monitor
 GATHERS = ("fp32", "bf16", "nvfp4")
 STACKS = ("layers", "h", "blocks")
 """Names of the lists of decoder layers in models."""
+
+VIEWS = r"FSDP2-wrapped module \(FSDP(Sliding|Full)DecoderLayer\) returned a view"
+"""What torch warns of where our own layers hand on blocks on GPUs: nothing is added to those in place."""
 
 
 def shard(
@@ -50,6 +54,7 @@ def shard(
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     named: dict[str, Any] = {"mp_policy": policy, "reshard_after_forward": reshard}
     alone: set[nn.Parameter] = set()
+    warnings.filterwarnings("ignore", VIEWS, UserWarning)
     if gather == "nvfp4":
         _gather_codes(model, mesh, monitor or Monitor(), keep=not reshard)
     sparse = mesh.sparse["replicate", "fsdp"] if mesh.sparse["replicate"].size() > 1 else mesh.sparse["fsdp"]
