@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from nybble.errors import NybbleError
@@ -21,8 +20,6 @@ from nybble.kernels.fused import direct
 
 FORMAT = "fp8-row"
 ALIGN = 16
-SHORT = 512
-"""Features that `bf16_rows` contracts at most by its own kernel."""
 LONGEST = 1 << 30
 """Rows or columns that the descriptors of the kernels can count."""
 TRITON = ("3.6", "3.7", "3.8", "3.9")
@@ -95,6 +92,11 @@ def _find_reason(device: torch.device) -> str | None:
     return None
 
 
+def own_kernels(device: torch.device) -> bool:
+    """Whether products on `device` are by the kernels of this project that are written for Hopper."""
+    return _reason(device) is None and own_reason() is None
+
+
 @cache
 def own_reason() -> str | None:
     """Why torch multiplies in place of the kernels of this project; None where these do."""
@@ -123,30 +125,6 @@ def product_of_groups(a: RowScaled, b: RowScaled, dtype: torch.dtype = torch.bfl
     _check((a.codes.shape[0], b.codes.shape[0]))
     op = _multiply_groups if direct(a.codes) else _product_of_groups
     return op(a.codes, a.scales, b.codes, b.scales, a.ends, dtype)
-
-
-def bf16_rows(a: Tensor, w: Tensor, offs: Tensor, transpose: bool) -> Tensor:
-    """Each group's rows of BF16 a [R, C] times its matrix: BF16 [R, N].
-
-    w is [E, N, C] with `transpose`, else [E, C, N].
-    By a kernel of our own where it is faster than torch's: on Hopper, and where few features are contracted.
-    Rows at or beyond offs[-1] may hold anything.
-    """
-    if _streams_rows(a, w, transpose):
-        from nybble.kernels.cuda import launch_bf16
-
-        with torch.cuda.device(a.device):
-            return launch_bf16.product_of_rows(a, w, offs, transpose)
-    return F.grouped_mm(a, w.transpose(-2, -1) if transpose else w, offs=offs)
-
-
-def _streams_rows(a: Tensor, w: Tensor, transpose: bool) -> bool:
-    (R, C), E = a.shape, w.shape[0]
-    N = w.shape[1] if transpose else w.shape[2]
-    if not 0 < C <= SHORT or C % 64 or N % 8 or not N or not 64 * E <= R < LONGEST or not E:
-        return False
-    aligned = a.data_ptr() % ALIGN == 0 and w.data_ptr() % ALIGN == 0
-    return aligned and _reason(a.device) is None and own_reason() is None
 
 
 def _check(sizes: Sequence[int]) -> None:

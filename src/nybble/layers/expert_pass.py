@@ -7,7 +7,8 @@ from torch import Tensor
 
 from nybble import formats
 from nybble.formats import Operand as Role
-from nybble.kernels import fused
+from nybble.kernels import direct, fused
+from nybble.kernels.streamed import CodedRows, takes_codes
 from nybble.layers import gemm, kept
 from nybble.layers.activation import Activation
 from nybble.layers.operand import (
@@ -19,6 +20,8 @@ from nybble.layers.weights import Spec, Weight
 from nybble.recipes import GemmTable, Operand
 
 BF16 = torch.bfloat16
+Rows = Tensor | CodedRows
+"""An operand of fprop: values, or the codes that stand for them."""
 
 
 class Plan(NamedTuple):
@@ -91,13 +94,26 @@ class Pass:
         )  # fmt: skip
         return out
 
-    def enter(self, x: Tensor) -> tuple[kept.Saved, Tensor, Tensor]:
+    def streams(self, like: Tensor, spec: Spec, weight: Tensor) -> bool:
+        """Whether fprop with `weight` [E, N, C] takes codes of its rows as they are, of an op on `like`."""
+        E, N, C = weight.shape
+        return coded(spec.gemms) and takes_codes(like, self.order.shape[0], E, N, C)
+
+    def enter(self, x: Tensor, weight: Tensor) -> tuple[kept.Saved, Rows, Tensor]:
         """(what is kept of x [T, H], values of its rows [R, H], amax): quantised once a token."""
         spec = self.plan.up.spec
         draw = spec.draw(Role.FPROP_X, self.key)
         if coded(spec.gemms):
             fx = spec.gemms.fprop.x
-            if (arrived := self.plan.arrived) is not None:
+            arrived = self.plan.arrived
+            if self.streams(x, spec, weight):
+                key = self.key if fx.rounding == "stochastic" else None
+                held = arrived or direct.quantize(
+                    x, fx.format, -1, fx.rounding, "row", key, draw.layer, draw.operand, self.rows
+                )
+                rows = CodedRows(held[0], held[1], self.token)
+                return list(held) if self.plan.keep_x else [], rows, held[2]
+            if arrived is not None:
                 values = fused.decode_to_rows(*arrived, fx.format, self.token)
                 return list(arrived) if self.plan.keep_x else [], values, arrived.amax
             key = self.key if fx.rounding == "stochastic" else None
@@ -109,9 +125,11 @@ class Pass:
         (values, amax), saved = kept.keep(x, spec.gemms, self.plan.keep_x, BF16, draw, self.plan.arrived)
         return saved, fused.gather_rows(values, self.token, None), amax
 
-    def enter_again(self, saved: kept.Saved, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    def enter_again(self, saved: kept.Saved, shape: tuple[int, ...], weight: Tensor) -> tuple[Rows, Tensor]:
         """(values of the rows of x, amax) from what was kept."""
         spec = self.plan.up.spec
+        if coded(spec.gemms) and self.streams(saved[0], spec, weight):
+            return CodedRows(saved[0], saved[1], self.token), saved[2]
         if coded(spec.gemms):
             return fused.decode_to_rows(*saved, spec.gemms.fprop.x.format, self.token), saved[2]
         draw = spec.draw(Role.FPROP_X, self.key)._replace(rows=self.rows)
@@ -119,7 +137,7 @@ class Pass:
         return fused.gather_rows(values, self.token, None), amax
 
     def up(
-        self, values: Tensor, amax: Tensor, weight: Tensor, factor: Tensor | None = None
+        self, values: Rows, amax: Tensor, weight: Tensor, factor: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """(gate and up [R, 2I] without their scale, that scale)."""
         fprop = self.plan.up.spec.gemms.fprop
@@ -128,17 +146,19 @@ class Pass:
             amax, fprop.x, "token", w_amax, fprop.w
         )
 
-    def multiply(self, values: Tensor, operand: Weight, weight: Tensor) -> tuple[Tensor, Tensor]:
+    def multiply(self, values: Rows, operand: Weight, weight: Tensor) -> tuple[Tensor, Tensor]:
         """(fprop of rows with their experts' matrices, without scales; amax of those), on codes where that is
         what is kept of them and rows are few."""
-        if gemm.few_rows(values, len(self.ends)):
+        if isinstance(values, Tensor) and gemm.few_rows(values, len(self.ends)):
             codes = operand.fprop_codes(weight, self.weight_key)
             if codes is not None:
                 return gemm.rows_times_codes(values, codes.codes, codes.scales, self.ends), codes.amax
         w = operand.fprop(weight, self.weight_key, BF16)
         return gemm.grouped_rows(values, w.values, self.ends, True, clear=False), w.amax
 
-    def activate(self, gate_up: Tensor, factor: Tensor | None) -> tuple[kept.Saved, Tensor, Tensor]:
+    def activate(
+        self, gate_up: Tensor, factor: Tensor | None, weight: Tensor
+    ) -> tuple[kept.Saved, Rows, Tensor]:
         """(what is kept of h [R, I], its values, amax)."""
         spec = self.plan.down.spec
         draw = spec.draw(Role.FPROP_X, self.key)
@@ -146,11 +166,13 @@ class Pass:
         if coded(spec.gemms):
             fx = spec.gemms.fprop.x
             key, pairs = (self.key, self.pairs) if stochastic else (None, None)
+            streams = self.streams(gate_up, spec, weight)
             *codes, values = fused.swiglu_quantize(
                 gate_up, factor, self.ends, *self.caps, fx.format, fx.rounding,
-                key, draw.layer, draw.operand, pairs,
+                key, draw.layer, draw.operand, pairs, not streams,
             )  # fmt: skip
-            return codes if self.plan.keep_h else [], values, codes[2]
+            rows = CodedRows(codes[0], codes[1]) if streams else values
+            return codes if self.plan.keep_h else [], rows, codes[2]
         h = fused.swiglu_rows(gate_up, factor, self.ends, *self.caps)
         draw = draw._replace(rows=self.pairs if stochastic else None)
         (values, amax), saved = kept.keep(h, spec.gemms, self.plan.keep_h, BF16, draw)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nybble.formats.grouped import group_slices
-from nybble.kernels import hopper
+from nybble.kernels import hopper, streamed
 from nybble.kernels.blackwell import Coded, product, product_of_groups, product_of_rows
 from nybble.kernels.cpu import product as tiled
 from nybble.kernels.cpu.scratch import fresh
@@ -52,11 +52,15 @@ def grouped_rows(a: Any, w: Any, offs: Tensor, transpose: bool, clear: bool = Tr
     """The op below, or the native product of codes."""
     if isinstance(a, Coded):
         return product_of_rows(a, w, offs)
+    if isinstance(a, streamed.CodedRows):
+        assert transpose
+        assert not clear
+        return streamed.codes_times(a, w, offs)
     if isinstance(a, hopper.RowScaled):
         out = hopper.product_of_rows(a, w, offs)
         return zero_behind(out, offs) if clear else out
     if direct(a) and a.dtype == torch.bfloat16 and not clear:
-        return hopper.bf16_rows(a, w, offs, transpose)
+        return streamed.rows_times(a, w, offs, transpose)
     return _grouped_rows(a, w, offs, transpose, clear)
 
 
@@ -92,7 +96,7 @@ def _grouped_rows(a: Tensor, w: Tensor, offs: Tensor, transpose: bool, clear: bo
     N]; without `clear` rows at or beyond offs[-1] may hold anything.
     """
     if a.device.type == "cuda" and a.dtype == torch.bfloat16:
-        out = hopper.bf16_rows(a, w, offs, transpose)
+        out = streamed.rows_times(a, w, offs, transpose)
         if not clear:
             return out
         return out.masked_fill_(torch.arange(a.shape[0], device=a.device)[:, None] >= offs[-1], 0)

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from nybble.kernels import hopper
+from nybble.formats import ops
+from nybble.kernels import hopper, streamed
 
 pytestmark = [
     pytest.mark.gpu,
@@ -44,11 +45,11 @@ def test_exact_sums_equal_the_plain_product(N, C, transpose):
 
 def test_the_kernel_serves_what_it_is_for_and_torch_the_rest():
     a, w, ends = operands(896, 512, True)
-    assert hopper._streams_rows(a.cuda(), w.cuda(), True)
-    assert not hopper._streams_rows(a[:, 8:].cuda(), w[..., 8:].cuda(), True)
+    assert streamed._fits(torch.device("cuda"), len(a), len(w), 896, 512)
+    assert not streamed._fits(torch.device("cuda"), len(a), len(w), 896, 504)
     for narrow in (0, 8):
         x, m = a[:, narrow:].contiguous().cuda(), w[..., narrow:].contiguous().cuda()
-        got = hopper.bf16_rows(x, m, ends.cuda(), True)[: ends[-1]]
+        got = streamed.rows_times(x, m, ends.cuda(), True)[: ends[-1]]
         want = torch.nn.functional.grouped_mm(x, m.transpose(-2, -1), offs=ends.cuda())[: ends[-1]]
         assert torch.equal(got, want)
 
@@ -68,3 +69,29 @@ def test_two_hundred_repeats_beside_other_work():
         wanted = got if wanted is None else wanted
         assert torch.equal(got, wanted)
     torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("gathered", [True, False])
+@pytest.mark.parametrize(("N", "C"), [(8, 64), (136, 128), (512, 448), (896, 512), (2056, 320)])
+def test_codes_are_multiplied_as_the_values_that_they_stand_for(N, C, gathered):
+    """Bit for bit what the product of the decoded rows gives."""
+    gen = torch.Generator().manual_seed(1)
+    _, w, ends = operands(N, C, True)
+    R = int(ends[-1]) + 9
+    T = 700 if gathered else R
+    x = (
+        torch.randn(T, C, generator=gen) * torch.exp2(torch.randint(-9, 9, (T, 1), generator=gen))
+    ).bfloat16()
+    codes, scales, amax = ops.quantize(x.cuda(), "nvfp4", -1, outer="row")
+    scales.view(torch.uint8)[5, :] = 0x7F
+    index = torch.randint(T, (R,), generator=gen).int().cuda() if gathered else None
+    values = ops.dequantize(codes, scales, amax, "nvfp4", -1, x.shape, torch.bfloat16, "row", False)
+    rows = streamed.CodedRows(codes, scales, index)
+    assert rows.shape == (R, C)
+    w = torch.randn(w.shape, generator=gen).bfloat16().cuda()
+    assert streamed.takes_codes(x.cuda(), R, len(w), N, C)
+    got = streamed.codes_times(rows, w, ends.cuda())[: int(ends[-1])]
+    values = values if index is None else values[index.long()]
+    want = streamed.rows_times(values, w, ends.cuda(), True)[: int(ends[-1])]
+    assert torch.equal(got.isnan(), want.isnan())
+    assert torch.equal(got.nan_to_num(), want.nan_to_num())

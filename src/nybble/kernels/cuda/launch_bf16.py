@@ -1,11 +1,11 @@
-"""Launches of `bf16_rows.py`: what it takes, grids, and descriptors of what the TMA engine moves."""
+"""Launches of `bf16_rows.py` and `nvfp4_rows.py`: grids, and descriptors of what the TMA engine moves."""
 
 import torch
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from nybble.kernels.cuda import bf16_rows
+from nybble.kernels.cuda import bf16_rows, nvfp4_rows
 from nybble.kernels.cuda.jit import cdiv, multiprocessors
 from nybble.kernels.cuda.launch_fp8 import BN, REGISTERS, WARPS, ending_rows
 from nybble.kernels.cuda.launch_rows import pow2
@@ -26,8 +26,7 @@ def product_of_rows(a: Tensor, w: Tensor, offs: Tensor, transpose: bool) -> Tens
     out = torch.empty(R, N, dtype=torch.bfloat16, device=a.device)
     across = cdiv(N, BN)
     w = w.contiguous()
-    spans = max(1, min(multiprocessors(a.device) // across, cdiv(R, 2 * HALF)))
-    bf16_rows.product_of_rows[(across * spans,)](
+    bf16_rows.product_of_rows[(across * _spans(R, across, a.device),)](
         _plain(a.contiguous(), HALF, CK),
         _plain(w.view(E * N, C), BN, CK) if transpose else _plain(w.view(E * C, N), CK, BN),
         offs,
@@ -43,6 +42,39 @@ def product_of_rows(a: Tensor, w: Tensor, offs: Tensor, transpose: bool) -> Tens
         maxnreg=REGISTERS,
     )
     return out
+
+
+def product_of_codes(codes: Tensor, scales: Tensor, index: Tensor | None, w: Tensor, offs: Tensor) -> Tensor:
+    """The same of rows that NVFP4 codes uint8 [T, C / 2] and scales [T, C / 16] stand for, w [E, N, C].
+
+    Row r is row index[r] (int32 [R]) of the codes, where there is an index; outer scales are left out.
+    """
+    (E, N, C), device = w.shape, w.device
+    R = codes.shape[0] if index is None else index.shape[0]
+    out = torch.empty(R, N, dtype=torch.bfloat16, device=device)
+    across = cdiv(N, BN)
+    nvfp4_rows.product_of_codes[(across * _spans(R, across, device),)](
+        codes.contiguous().view(torch.int32),
+        scales.contiguous().view(torch.uint8),
+        index,
+        _plain(w.contiguous().view(E * N, C), BN, CK),
+        offs,
+        ending_rows(out),
+        N,
+        E,
+        HAS_INDEX=index is not None,
+        STEPS=C // CK,
+        G=pow2(E),
+        STAGES=STAGES,
+        num_warps=WARPS,
+        maxnreg=REGISTERS,
+    )
+    return out
+
+
+def _spans(rows: int, across: int, device: torch.device) -> int:
+    """Programs that share out the rows, of as many as fit on the GPU at once."""
+    return max(1, min(multiprocessors(device) // across, cdiv(rows, 2 * HALF)))
 
 
 def _plain(t: Tensor, rows: int, columns: int) -> TensorDescriptor:
