@@ -135,4 +135,4 @@ def largest(value: int, device: torch.device | None = None) -> int:
 
 def launched() -> bool:
     """Whether a launcher such as torchrun started this process as one of several."""
-    return int(os.environ.get("WORLD_SIZE", "1")) > 1
+    return os.environ.get("WORLD_SIZE", "1") not in ("", "0", "1")

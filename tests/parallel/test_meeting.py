@@ -79,3 +79,28 @@ def test_a_start_knows_whether_an_earlier_one_began(world):
     for again in (False, True):
         job = ranks.start(world, begins, **environment, TORCHELASTIC_RUN_ID="7")
         assert job.wait(120) == [(True, again)] * world
+
+
+@pytest.mark.parametrize(
+    ("changed", "sentence"),
+    [
+        ({"WORLD_SIZE": "all"}, "but WORLD_SIZE is all"),
+        ({"RANK": ""}, "but RANK is not set; start ranks with torchrun, or unset WORLD_SIZE"),
+        ({"RANK": "2"}, "but RANK is 2"),
+        ({"LOCAL_RANK": "-1"}, "but LOCAL_RANK is -1"),
+        ({"MASTER_ADDR": ""}, "but MASTER_ADDR is not set"),
+        ({"MASTER_PORT": "http"}, "but MASTER_PORT is http"),
+    ],
+)
+def test_an_environment_that_no_launcher_makes_is_refused(monkeypatch, changed, sentence):
+    usual = {
+        "WORLD_SIZE": "2",
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": "1",
+    }
+    for name, value in (usual | changed).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(NybbleError, match=sentence), joined(torch.device("cpu"), Monitor().watch, **LIMITS):
+        pass

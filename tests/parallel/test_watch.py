@@ -52,6 +52,17 @@ def test_a_slow_exchange_is_reported_once_with_its_place(watched, capsys):
     assert not ends
 
 
+def test_a_slow_exchange_with_a_silent_rank_says_so(watched, monkeypatch, capsys):
+    monkeypatch.setattr(module, "SILENT_S", 0.05)
+    monkeypatch.setattr(module, "DEAD_S", 2.0)
+    watch, store, ends = watched(0.8, 60)
+    beat(store, 1)
+    with watch.waiting("layer 3, combine"):
+        time.sleep(1.0)
+    assert "; rank 1: not heard of for 0 s, last at step 12, layer 3, dispatch\n" in capsys.readouterr().err
+    assert not ends
+
+
 def test_of_several_slow_ranks_one_reports(watched, capsys):
     watch, store, ends = watched(0.1, 60)
     other = Watch()

@@ -65,6 +65,7 @@ def joined(device: torch.device, watch: Watch, *, slow_s: float, timeout_s: floa
         alone = next(dist.rendezvous("env://"))[0] if dist.is_torchelastic_launched() else None
         yield Start(alone is not None and alone.check([_BEGAN]), alone)
         return
+    _check_environment()
     backend = "gloo"
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -86,6 +87,21 @@ def joined(device: torch.device, watch: Watch, *, slow_s: float, timeout_s: floa
         watch.close()
         if sys.exc_info()[0] is None:  # after an error the others may never come to the end
             dist.destroy_process_group()
+
+
+def _check_environment() -> None:
+    """OwnError unless a launcher's variables are all there and fit each other."""
+    world = os.environ["WORLD_SIZE"]
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        value = os.environ.get(name, "0" if name == "LOCAL_RANK" else "")
+        fits = value != "" if name == "MASTER_ADDR" else value.isdecimal()
+        if name == "RANK" and fits:
+            fits = int(value) < int(world)
+        if not fits:
+            raise together.OwnError(
+                f"WORLD_SIZE={world} in the environment says that this is one of several ranks, but {name} "
+                f"is {value or 'not set'}; start ranks with torchrun, or unset WORLD_SIZE"
+            )
 
 
 def _said_once(error: NybbleError, store: dist.Store, rank: int) -> NybbleError:
@@ -123,6 +139,7 @@ def rank_device(device: torch.device) -> torch.device:
     """The GPU of this rank on its machine, where `device` is a GPU."""
     if device.type != "cuda" or not together.launched():
         return device
+    _check_environment()
     local, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
     if local >= count:
         raise together.OwnError(

@@ -30,6 +30,9 @@ BEAT_S = 1.0
 DEAD_S = 60.0
 """A heart that stands still for so long is dead: longer than the interpreter is ever held up by compiling."""
 
+SILENT_S = 5.0
+"""A heart that stands still for so long is told of in reports."""
+
 COMPILING_S = 5.0
 """What takes longer between exchanges may be compiling, and is looked at for it."""
 
@@ -189,7 +192,7 @@ class Watch:
                 end(_said_once(store, report))
                 return
             report = f"rank {rank}: {place} for {seconds:.0f} s; " + "; ".join(
-                f"rank {r}: {state['at']} for {state['for_s']:.0f} s" for r, state in others.items()
+                _where(r, state, time.monotonic() - last_seen[r][1]) for r, state in others.items()
             )
             if waits and seconds >= timeout_s:
                 end(_said_once(store, report + "; the limit is reached"))
@@ -208,6 +211,13 @@ def _read(store: dist.Store, rank: int, world: int) -> dict[int, dict[str, Any]]
             with contextlib.suppress(ValueError):
                 found[other] = json.loads(store.get(f"watch/{other}"))
     return found
+
+
+def _where(rank: int, state: dict[str, Any], silent_s: float) -> str:
+    """Of another rank."""
+    if silent_s >= SILENT_S:
+        return f"rank {rank}: not heard of for {silent_s:.0f} s, last at {state['at']}"
+    return f"rank {rank}: {state['at']} for {state['for_s']:.0f} s"
 
 
 def _dead(
