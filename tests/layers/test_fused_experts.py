@@ -219,9 +219,10 @@ def test_the_compiler_sees_one_graph_with_the_bits_of_eager():
     torch._dynamo.reset()
 
 
+@pytest.mark.usefixtures("as_on_a_gpu")
 @pytest.mark.parametrize("keep", ["recompute", "activations"])
 @pytest.mark.parametrize("recipe", [INKLING, HOPPER], ids=["inkling", "hopper"])
-def test_rows_that_stream_as_codes_give_what_their_values_give(as_on_a_gpu, monkeypatch, recipe, keep):
+def test_rows_that_stream_as_codes_give_what_their_values_give(monkeypatch, recipe, keep):
     """On Hopper the fprops of experts take codes; here a product of the values that they stand for does."""
     args = bf16(inputs())
     want = step(experts(recipe, "ours", keep), *args)

@@ -172,6 +172,13 @@ def quantisers(x: Tensor, experts: int) -> Iterator[Rung]:
         6 + NVFP4_BYTES,
         lambda: fused.swiglu_quantize(wide, *swiglu, "nvfp4", "nearest", None, 0, 0, None),
     )
+    every = torch.arange(x.shape[0], dtype=torch.int32, device=x.device)
+    weights = torch.ones(x.shape[0], device=x.device)
+    back = (wide, None, x, None, weights, every, *swiglu[1:], [], "nvfp4")
+    yield rung("gradient of that", 10, lambda: fused.swiglu_backward(*back, True))
+    yield rung(
+        "gradient of that, mxfp8 along both axes", 14, lambda: fused.swiglu_backward_both(*back, "mxfp8")
+    )
 
 
 def products(device: torch.device, rows: int, cols: int, experts: int) -> Iterator[Rung]:
@@ -206,6 +213,12 @@ def grouped_products(device: torch.device, each: int, width: int, experts: int) 
     yield rung(groups_name, lambda: grouped(a.t(), a, offs=ends))
     if hopper.can_run(device) is not None:
         return
+    if streamed.takes_codes(a, tokens, experts, width, width):
+        name = f"bf16 product by rows that stream, {width} wide"
+        yield rung(name, lambda: streamed.rows_times(a, w, ends, True), rows_name)
+        rows = streamed.CodedRows(*ops.quantize(a, "nvfp4", -1, outer="row")[:2])
+        name = f"the same of rows in nvfp4 codes, {width} wide"
+        yield rung(name, lambda: streamed.codes_times(rows, w, ends), rows_name)
     codes = hopper.row_scaled(*ops.quantize(a, "fp8-row")[:2])
     weights = hopper.row_scaled(*ops.quantize(w, "fp8-row")[:2])
     pair = (codes.codes, codes.scales, weights.codes, weights.scales)
