@@ -17,7 +17,7 @@ from nybble.analysis import clock
 from nybble.analysis.clock import Call
 from nybble.analysis.peers import torchao_calls
 from nybble.formats import ops, philox
-from nybble.kernels import fused, hopper
+from nybble.kernels import fused, hopper, streamed
 
 NVFP4_BYTES, MXFP8_BYTES = 0.5 + 1 / 16, 1 + 1 / 32
 
@@ -174,7 +174,7 @@ def quantisers(x: Tensor, experts: int) -> Iterator[Rung]:
     )
     every = torch.arange(x.shape[0], dtype=torch.int32, device=x.device)
     weights = torch.ones(x.shape[0], device=x.device)
-    back = (wide, None, x, None, weights, every, *swiglu[1:], [], "nvfp4")
+    back: tuple[Any, ...] = (wide, None, x, None, weights, every, *swiglu[1:], [], "nvfp4")
     yield rung("gradient of that", 10, lambda: fused.swiglu_backward(*back, True))
     yield rung(
         "gradient of that, mxfp8 along both axes", 14, lambda: fused.swiglu_backward_both(*back, "mxfp8")
