@@ -10,7 +10,8 @@ from nybble.kernels.cuda.jit import cdiv, multiprocessors
 from nybble.kernels.cuda.launch_fp8 import BN, REGISTERS, WARPS, ending_rows
 from nybble.kernels.cuda.launch_rows import pow2
 
-STAGES = 4
+SHARED = 227 * 1024 - 1024
+"""Bytes of shared memory of a program, but for barriers."""
 CK, HALF = bf16_rows.CK.value, bf16_rows.HALF.value
 
 
@@ -37,7 +38,7 @@ def product_of_rows(a: Tensor, w: Tensor, offs: Tensor, transpose: bool) -> Tens
         TRANSPOSE=transpose,
         STEPS=C // CK,
         G=pow2(E),
-        STAGES=STAGES,
+        STAGES=_stages(C // CK),
         num_warps=WARPS,
         maxnreg=REGISTERS,
     )
@@ -65,11 +66,17 @@ def product_of_codes(codes: Tensor, scales: Tensor, index: Tensor | None, w: Ten
         HAS_INDEX=index is not None,
         STEPS=C // CK,
         G=pow2(E),
-        STAGES=STAGES,
+        STAGES=_stages(C // CK),
         num_warps=WARPS,
         maxnreg=REGISTERS,
     )
     return out
+
+
+def _stages(steps: int) -> int:
+    """Buffers of a ring: as many as there is room for beside the matrix and what waits to be stored."""
+    matrix, stored, stage = (2 * n for n in (steps * BN * CK, 2 * HALF * BN, 2 * HALF * CK))
+    return min(8, (SHARED - matrix - stored) // stage)
 
 
 def _spans(rows: int, across: int, device: torch.device) -> int:
