@@ -17,8 +17,8 @@ from nybble.kernels import expert_rows as plain
 from nybble.kernels.cuda import launch_expert_columns as by_columns
 from nybble.kernels.cuda import launch_experts as launch
 from nybble.kernels.cuda import launch_order as by_order
-from nybble.kernels.cuda.jobs import row_decode_scales
 from nybble.kernels.cuda.launch_columns import too_many
+from nybble.kernels.cuda.launch_decode import row_decode_scales
 from nybble.kernels.cuda.launch_rows import Draw
 
 BLOCK_TOKENS = 32

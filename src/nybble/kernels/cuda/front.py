@@ -13,7 +13,8 @@ from torch import Tensor
 from nybble.formats import blocks, checks, reference
 from nybble.kernels.cuda import launch_columns as by_columns
 from nybble.kernels.cuda import launch_decode, reasons
-from nybble.kernels.cuda.jobs import OUTER_NONE, Job, coded_source, cut, row_decode_scales, run
+from nybble.kernels.cuda.jobs import OUTER_NONE, Job, coded_source, cut, run
+from nybble.kernels.cuda.launch_decode import row_decode_scales
 from nybble.kernels.cuda.launch_rows import Draw
 from nybble.kernels.dispatch import say_once
 

@@ -1,5 +1,4 @@
-"""Checked calls of the quantisers on CUDA tensors, by layout: rows, columns, square blocks; and where a row's
-outer scale is found."""
+"""Checked calls of the quantisers on CUDA tensors, by layout: rows, columns, square blocks."""
 
 import math
 from dataclasses import dataclass
@@ -10,13 +9,13 @@ from torch import Tensor
 from nybble.formats import blocks, eden
 from nybble.formats.outer import power_of_two
 from nybble.formats.table import Format
-from nybble.kernels.cuda import decode as decode_kernel
 from nybble.kernels.cuda import launch_columns as by_columns
 from nybble.kernels.cuda import launch_eden as by_runs
 from nybble.kernels.cuda import launch_rows as by_rows
 from nybble.kernels.cuda import launch_squares as by_squares
 from nybble.kernels.cuda.column_source import Source, as_source
 from nybble.kernels.cuda.jit import cdiv
+from nybble.kernels.cuda.launch_decode import row_decode_scales
 from nybble.kernels.cuda.launch_rows import Draw
 from nybble.kernels.cuda.launch_whole_columns import holds_columns
 
@@ -231,39 +230,3 @@ def _square(job: Job, x: Tensor) -> tuple[Tensor, ...]:
     return *by_squares.quantize_squares(
         x.reshape(lead, height, width), fmt, amax, job.draw, job.shape, job.dtype
     ), amax
-
-
-def row_decode_scales(
-    fmt: Format,
-    amax: Tensor,
-    outer: str,
-    shape: tuple[int, ...],
-    offs: Tensor | None,
-    zeros: Tensor | None = None,
-) -> Tensor:
-    """S_dec as the kernels read it: one, or one for each row of a stored `shape` [..., R, L].
-
-    The same launch fills `zeros` (int32) with zeros.
-    """
-    count = math.prod(shape[:-1])
-    group = by_rows.row_groups(offs, count) if outer == "matrix" and offs is not None else None
-    each = 1  # rows that share an amax
-    if outer == "matrix" and offs is None and len(shape) > 2 and shape[0] > 1:
-        each = shape[-2]
-    rows = count if outer == "row" or group is not None or each > 1 else 1
-    out = torch.empty(rows, dtype=torch.float32, device=amax.device)
-    cleared = 0 if zeros is None else zeros.numel()
-    if rows and fmt.outer_max is not None:
-        decode_kernel.row_decode_scales[(cdiv(max(rows, cleared), 256),)](
-            amax.contiguous().view(-1),
-            group,
-            out,
-            zeros,
-            rows,
-            each,
-            cleared,
-            OUTER_MAX=fmt.outer_max,
-            HAS_GROUP=group is not None,
-            N=256,
-        )
-    return out

@@ -1,4 +1,6 @@
-"""Launches of `decode.py`: codes to values, and zeros behind the last token group."""
+"""Launches of `decode.py`: codes to values, outer scales of rows, and zeros behind the last token group."""
+
+import math
 
 import torch
 from torch import Tensor
@@ -6,7 +8,7 @@ from torch import Tensor
 from nybble.formats.table import Format
 from nybble.kernels.cuda import decode as kernel
 from nybble.kernels.cuda.jit import cdiv, use_asm
-from nybble.kernels.cuda.launch_rows import SCALES, pow2
+from nybble.kernels.cuda.launch_rows import SCALES, pow2, row_groups
 
 LANES = 256
 """Words of eight elements of a program whose rows are narrow."""
@@ -63,3 +65,39 @@ def zero_tail(values: Tensor, offs: Tensor) -> None:
         kernel.zero_tail[(programs, cdiv(width, n))](
             values, offs, tokens, width, offs.shape[0], STEPS=steps, BR=TAIL_ROWS, N=n
         )
+
+
+def row_decode_scales(
+    fmt: Format,
+    amax: Tensor,
+    outer: str,
+    shape: tuple[int, ...],
+    offs: Tensor | None,
+    zeros: Tensor | None = None,
+) -> Tensor:
+    """S_dec as the kernels read it: one, or one for each row of a stored `shape` [..., R, L].
+
+    The same launch fills `zeros` (int32) with zeros.
+    """
+    count = math.prod(shape[:-1])
+    group = row_groups(offs, count) if outer == "matrix" and offs is not None else None
+    each = 1  # rows that share an amax
+    if outer == "matrix" and offs is None and len(shape) > 2 and shape[0] > 1:
+        each = shape[-2]
+    rows = count if outer == "row" or group is not None or each > 1 else 1
+    out = torch.empty(rows, dtype=torch.float32, device=amax.device)
+    cleared = 0 if zeros is None else zeros.numel()
+    if rows and fmt.outer_max is not None:
+        kernel.row_decode_scales[(cdiv(max(rows, cleared), 256),)](
+            amax.contiguous().view(-1),
+            group,
+            out,
+            zeros,
+            rows,
+            each,
+            cleared,
+            OUTER_MAX=fmt.outer_max,
+            HAS_GROUP=group is not None,
+            N=256,
+        )
+    return out

@@ -8,7 +8,7 @@ from torch import Tensor
 from nybble.formats import table
 from nybble.kernels.cuda import launch_both, launch_columns
 from nybble.kernels.cuda.column_source import TILE, Source, as_source
-from nybble.kernels.cuda.jobs import row_decode_scales
+from nybble.kernels.cuda.launch_decode import row_decode_scales
 from nybble.kernels.cuda.launch_rows import Draw
 
 
