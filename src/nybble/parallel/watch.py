@@ -214,7 +214,7 @@ def _read(store: dist.Store, rank: int, world: int) -> dict[int, dict[str, Any]]
 
 
 def _where(rank: int, state: dict[str, Any], silent_s: float) -> str:
-    """Of another rank."""
+    """Where another rank is, and since when."""
     if silent_s >= SILENT_S:
         return f"rank {rank}: not heard of for {silent_s:.0f} s, last at {state['at']}"
     return f"rank {rank}: {state['at']} for {state['for_s']:.0f} s"

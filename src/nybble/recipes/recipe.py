@@ -24,7 +24,7 @@ FREE = {"experts": ("keep",), "weights": ("cache",), "blocks": ("tails",)}
 """Options that leave every bit alone: they trade memory for time, or say which models are refused."""
 
 FREE_OF_RULES = ("optional", "hint")
-"""Keys of rules that do."""
+"""Keys of rules that say no more than which models are refused, and how."""
 
 STAGES = ("sample", "train")
 """Stages of reinforcement learning that may have rules of their own, as [[rl.sample.rule]]."""
