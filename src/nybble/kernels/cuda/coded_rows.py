@@ -96,6 +96,6 @@ def rows_times_codes(x: Tensor, codes: Tensor, scales: Tensor, ends: Tensor) -> 
         multiply_codes[grid](
             x, codes.contiguous(), scales.contiguous().view(torch.uint8), ends, out, N,
             K=K, E=E, EXPERTS=triton.next_power_of_2(E), BM=BLOCK_M, BN=BLOCK_N, BH=BLOCK_BYTES,
-            ASM=use_asm(x.device), DTYPE=tl.float32 if INTERPRETED else tl.bfloat16,
+            ASM=use_asm(x.device), DTYPE=tl.float32 if INTERPRETED else tl.bfloat16, enable_fp_fusion=True,
         )  # fmt: skip
     return out

@@ -153,7 +153,9 @@ def matmul(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     out = torch.empty(M, N, dtype=dtype, device=a.device)
     if out.numel():
         grid = (cdiv(M, BLOCK_M), cdiv(N, BLOCK_N))
-        _matmul[grid](a, b, out, M, N, *a.stride(), *b.stride(), K, BLOCK_M, BLOCK_N, BLOCK_K)
+        _matmul[grid](
+            a, b, out, M, N, *a.stride(), *b.stride(), K, BLOCK_M, BLOCK_N, BLOCK_K, enable_fp_fusion=True
+        )
     return out
 
 
@@ -163,7 +165,21 @@ def grouped_matmul(a: Tensor, w: Tensor, offs: Tensor) -> Tensor:
     out = torch.zeros(M, N, dtype=a.dtype, device=a.device)
     if out.numel():
         grid = (cdiv(M, BLOCK_M) + E, cdiv(N, BLOCK_N))
-        _grouped[grid](a, w, offs, out, N, *a.stride(), *w.stride(), E, K, BLOCK_M, BLOCK_N, BLOCK_K)
+        _grouped[grid](
+            a,
+            w,
+            offs,
+            out,
+            N,
+            *a.stride(),
+            *w.stride(),
+            E,
+            K,
+            BLOCK_M,
+            BLOCK_N,
+            BLOCK_K,
+            enable_fp_fusion=True,
+        )
     return out
 
 
@@ -188,7 +204,7 @@ def attend(
     if q.numel():
         block = (triton.next_power_of_2(D), triton.next_power_of_2(R), BLOCK_KEYS)
         sizes = (S, T, H, H // h, D, R, proj.shape[1], T * h * D, h * D, D, scale)
-        _attend[(B * S * H,)](q, k, v, rel, proj, sink, first, out, *sizes, *block)
+        _attend[(B * S * H,)](q, k, v, rel, proj, sink, first, out, *sizes, *block, enable_fp_fusion=True)
     return out
 
 

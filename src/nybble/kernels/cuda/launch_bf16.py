@@ -41,6 +41,7 @@ def product_of_rows(a: Tensor, w: Tensor, offs: Tensor, transpose: bool) -> Tens
         STAGES=_stages(C // CK),
         num_warps=WARPS,
         maxnreg=REGISTERS,
+        enable_fp_fusion=True,
     )
     return out
 
@@ -69,6 +70,7 @@ def product_of_codes(codes: Tensor, scales: Tensor, index: Tensor | None, w: Ten
         STAGES=_stages(C // CK),
         num_warps=WARPS,
         maxnreg=REGISTERS,
+        enable_fp_fusion=True,
     )
     return out
 

@@ -26,7 +26,17 @@ def block_table(offs: Tensor, count: int, block: int, least: int = 0, ends: Tens
     table = torch.empty(3, count, dtype=torch.int32, device=offs.device)
     n, g = 128, offs.shape[0]
     group_kernel.block_table[(cdiv(count, n),)](
-        offs, table, ends, count, g, LEAST=least, BLOCK=block, ENDS=ends is not None, N=n, G=pow2(g)
+        offs,
+        table,
+        ends,
+        count,
+        g,
+        LEAST=least,
+        BLOCK=block,
+        ENDS=ends is not None,
+        N=n,
+        G=pow2(g),
+        enable_fp_fusion=True,
     )
     return table
 

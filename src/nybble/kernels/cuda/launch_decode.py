@@ -63,7 +63,7 @@ def zero_tail(values: Tensor, offs: Tensor) -> None:
         programs = min(cdiv(tokens, TAIL_ROWS), TAIL_PROGRAMS)
         steps = pow2(cdiv(tokens, programs * TAIL_ROWS))  # so that few kernels are compiled
         kernel.zero_tail[(programs, cdiv(width, n))](
-            values, offs, tokens, width, offs.shape[0], STEPS=steps, BR=TAIL_ROWS, N=n
+            values, offs, tokens, width, offs.shape[0], STEPS=steps, BR=TAIL_ROWS, N=n, enable_fp_fusion=True
         )
 
 
@@ -99,5 +99,6 @@ def row_decode_scales(
             OUTER_MAX=fmt.outer_max,
             HAS_GROUP=group is not None,
             N=256,
+            enable_fp_fusion=True,
         )
     return out

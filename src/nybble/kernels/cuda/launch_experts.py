@@ -63,7 +63,17 @@ def row_facts(order: Tensor, k: int, rows: Tensor | None, pairs: bool) -> tuple[
     counted = torch.empty(R if pairs else 0, dtype=torch.int64, device=order.device)
     rows = None if rows is None else rows.contiguous()
     group_kernel.row_facts[(cdiv(R, 256),)](
-        order, rows, token, place, counted, R, k, PAIRS=pairs, HAS_ROWS=rows is not None, N=256
+        order,
+        rows,
+        token,
+        place,
+        counted,
+        R,
+        k,
+        PAIRS=pairs,
+        HAS_ROWS=rows is not None,
+        N=256,
+        enable_fp_fusion=True,
     )
     return token, place, counted
 

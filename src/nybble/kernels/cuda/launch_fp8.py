@@ -56,6 +56,7 @@ def product_of_rows(
         STAGES=STAGES,
         num_warps=WARPS,
         maxnreg=REGISTERS,
+        enable_fp_fusion=True,
     )
     return out
 
@@ -90,6 +91,7 @@ def product_of_groups(
         STAGES=STAGES,
         num_warps=WARPS,
         maxnreg=REGISTERS,
+        enable_fp_fusion=True,
     )
     return out
 

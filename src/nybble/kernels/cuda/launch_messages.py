@@ -137,6 +137,7 @@ def take_rows(message: Tensor, index: Tensor) -> Tensor:
             WORDS=size // 4,
             N=UNITS,
             num_warps=4,
+            enable_fp_fusion=True,
         )
     return out
 

@@ -28,9 +28,11 @@ def sort_pairs(experts: Tensor, count: int) -> tuple[Tensor, Tensor]:
     counts = torch.empty((count + 1) * blocks, dtype=torch.int32, device=flat.device)
     order = torch.empty(pairs, dtype=torch.int32, device=flat.device)
     ends = torch.empty(count, dtype=torch.int32, device=flat.device)
-    kernel.count_blocks[(blocks,)](flat, counts, pairs, count, blocks, N=SORTED, C=C)
+    kernel.count_blocks[(blocks,)](flat, counts, pairs, count, blocks, N=SORTED, C=C, enable_fp_fusion=True)
     sums = torch.cumsum(counts, 0, dtype=torch.int32)
-    kernel.place_pairs[(blocks,)](flat, sums, order, ends, pairs, count, blocks, N=SORTED, C=C)
+    kernel.place_pairs[(blocks,)](
+        flat, sums, order, ends, pairs, count, blocks, N=SORTED, C=C, enable_fp_fusion=True
+    )
     return order, ends
 
 
@@ -39,5 +41,7 @@ def count_pairs(experts: Tensor, count: int) -> Tensor:
     flat = experts.reshape(-1).contiguous()
     counts = torch.zeros(count, dtype=torch.int64, device=flat.device)
     programs = cdiv(flat.numel(), COUNTED)
-    kernel.add_counts[(programs,)](flat, counts, flat.numel(), count, N=COUNTED, C=pow2(count + 2))
+    kernel.add_counts[(programs,)](
+        flat, counts, flat.numel(), count, N=COUNTED, C=pow2(count + 2), enable_fp_fusion=True
+    )
     return counts

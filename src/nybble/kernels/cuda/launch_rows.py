@@ -122,7 +122,7 @@ def row_groups(offs: Tensor, rows: int) -> Tensor:
     out = torch.empty(rows, dtype=torch.int32, device=offs.device)
     n, g = 128, offs.shape[0]
     if rows and g:
-        group_kernel.row_groups[(cdiv(rows, n),)](offs, out, rows, g, N=n, G=pow2(g))
+        group_kernel.row_groups[(cdiv(rows, n),)](offs, out, rows, g, N=n, G=pow2(g), enable_fp_fusion=True)
     return out
 
 

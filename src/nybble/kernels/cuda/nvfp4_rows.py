@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from nybble.kernels.cuda.bf16_rows import CK, VALUES, group_at, rows_of_program, use
 from nybble.kernels.cuda.fp8_sums import BN, HALF, following
-from nybble.kernels.cuda.gluon_names import barrier, load_tile
+from nybble.kernels.cuda.gluon_names import barrier, load_tile, view
 
 BLOCKS = gl.constexpr(gl.BlockedLayout([1, 2], [16, 2], [4, 1], [1, 0]))  # of 16 features, four a chunk
 ROWS = gl.constexpr(gl.BlockedLayout([1, 16], [16, 2], [4, 1], [1, 0]))
@@ -107,7 +107,7 @@ def store_chunk(chunk, buffer):
     even = gl.join(gl.join(a[0], b[0]), gl.join(a[2], b[2]))
     odd = gl.join(gl.join(a[1], b[1]), gl.join(a[3], b[3]))
     pairs = gl.reshape(gl.join(even, odd), (HALF, CK // 2))
-    buffer._reinterpret(gl.int32, [HALF, CK // 2], PAIRS).store(gl.convert_layout(pairs, ROWS))
+    view(buffer, gl.int32, [HALF, CK // 2], PAIRS).store(gl.convert_layout(pairs, ROWS))
 
 
 @gluon.jit

@@ -58,7 +58,7 @@ def bank_of(proj: Tensor, T: int, dtype: torch.dtype) -> Tensor:
     R, extent = proj.shape
     chunks = cdiv(extent - 1, T) + 2
     bank = torch.empty(chunks * T, _padded(R), dtype=dtype, device=proj.device)
-    fill_bank[(chunks,)](proj, bank, extent, *proj.stride(), T, R, bank.shape[1])
+    fill_bank[(chunks,)](proj, bank, extent, *proj.stride(), T, R, bank.shape[1], enable_fp_fusion=True)
     return bank
 
 

@@ -100,7 +100,7 @@ class StandIn(torch.autograd.Function):
                 block_backward[(triton.cdiv(T, ROWS),)](
                     tuple(s.d for s in some), tuple(s.shares for s in some), tuple(s.query for s in some),
                     x, more, dx, T, some[0].root, ctx.eps, more is not None, not left, FLIGHT, H, ROWS, BH,
-                    num_warps=warps,
+                    num_warps=warps, enable_fp_fusion=True,
                 )  # fmt: skip
             if not left:
                 return dx, None

@@ -218,7 +218,7 @@ class ShortConv(torch.autograd.Function):
             conv_forward[(programs, triton.cdiv(C, COLUMNS))](
                 x, weight, starts, None if residual is None else residual.contiguous(), y, T, S,
                 (K + 1) ** -0.5, C, K, starts is not None, residual is not None, each, STRIDE, STRIPS,
-                COLUMNS, num_warps=STRIPS,
+                COLUMNS, num_warps=STRIPS, enable_fp_fusion=True,
             )  # fmt: skip
         ctx.save_for_backward(x, weight, starts)
         ctx.residual = None if residual is None or graph is not None else residual.dtype
@@ -241,6 +241,6 @@ class ShortConv(torch.autograd.Function):
             conv_backward[(programs, triton.cdiv(C, COLUMNS))](
                 dy, x, weight, starts, dx, sums, dresidual, T, S, (K + 1) ** -0.5, C, K,
                 starts is not None, dresidual is not None and dresidual is not dy, each, STRIDE, STRIPS,
-                COLUMNS, num_warps=STRIPS,
+                COLUMNS, num_warps=STRIPS, enable_fp_fusion=True,
             )  # fmt: skip
         return dx, add(sums, weight.dtype)[0], None, dresidual, None, dy if ctx.graph else None

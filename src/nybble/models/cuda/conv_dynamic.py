@@ -131,7 +131,18 @@ class DynamicConv(torch.autograd.Function):
         if x.numel():
             BH, BD = _tile(*sizes[3:5])
             dynamic_conv_forward[(programs, triton.cdiv(sizes[3], BH))](
-                x, static, dynamic, starts, y, *sizes, starts is not None, each, BH, BD, num_warps=1
+                x,
+                static,
+                dynamic,
+                starts,
+                y,
+                *sizes,
+                starts is not None,
+                each,
+                BH,
+                BD,
+                num_warps=1,
+                enable_fp_fusion=True,
             )
         ctx.save_for_backward(x, static, dynamic, starts)
         return y
@@ -147,7 +158,7 @@ class DynamicConv(torch.autograd.Function):
             BH, BD = _tile(*sizes[3:5])
             dynamic_conv_backward[(programs, triton.cdiv(sizes[3], BH))](
                 dy.contiguous(), x, static, dynamic, starts, dx, sums, ddynamic, *sizes,
-                starts is not None, each, BH, BD, num_warps=1,
+                starts is not None, each, BH, BD, num_warps=1, enable_fp_fusion=True,
             )  # fmt: skip
         return dx, add(sums, static.dtype)[0], ddynamic, None
 

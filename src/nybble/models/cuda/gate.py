@@ -42,7 +42,9 @@ class Gated(torch.autograd.Function):
         x, gate = x.contiguous(), gate.contiguous()
         y = empty_like(x)
         if y.numel():
-            gate_forward[(triton.cdiv(y.numel(), BLOCK),)](x, gate, y, y.numel(), BLOCK, num_warps=WARPS)
+            gate_forward[(triton.cdiv(y.numel(), BLOCK),)](
+                x, gate, y, y.numel(), BLOCK, num_warps=WARPS, enable_fp_fusion=True
+            )
         ctx.save_for_backward(x, gate)
         return y
 
@@ -52,6 +54,6 @@ class Gated(torch.autograd.Function):
         dx, dgate = empty_like(x), empty_like(gate)
         if dx.numel():
             gate_backward[(triton.cdiv(dx.numel(), BLOCK),)](
-                dy.contiguous(), x, gate, dx, dgate, dx.numel(), BLOCK, num_warps=WARPS
+                dy.contiguous(), x, gate, dx, dgate, dx.numel(), BLOCK, num_warps=WARPS, enable_fp_fusion=True
             )
         return dx, dgate

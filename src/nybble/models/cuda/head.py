@@ -73,6 +73,7 @@ def rows(z: Tensor, labels: Tensor, cap: float | None, share: Tensor, ignore: in
     if z.numel():
         loss_rows[(z.shape[0],)](
             z, labels, share, nll, 1.0 if cap is None else cap, ignore, z.shape[1],
-            cap is not None, cap is not None and cap <= SMALL_CAP, BLOCK, num_warps=WARPS,
+            cap is not None, cap is not None and cap <= SMALL_CAP, BLOCK,
+            num_warps=WARPS, enable_fp_fusion=True,
         )  # fmt: skip
     return nll

@@ -223,7 +223,19 @@ class Mix(torch.autograd.Function):
         BT, BH, warps = tile(H)
         if T:
             mix_forward[(triton.cdiv(T, BT),)](
-                sources, query, scales, ys, T, 1.0 / math.sqrt(H), eps, norm_eps, H, BT, BH, num_warps=warps
+                sources,
+                query,
+                scales,
+                ys,
+                T,
+                1.0 / math.sqrt(H),
+                eps,
+                norm_eps,
+                H,
+                BT,
+                BH,
+                num_warps=warps,
+                enable_fp_fusion=True,
             )
         ctx.save_for_backward(query, *scales, *sources, *stand_ins)
         ctx.copies, ctx.eps, ctx.dtype = copies, (eps, norm_eps), dtype
@@ -256,7 +268,7 @@ class Mix(torch.autograd.Function):
         if T:
             mix_backward[(programs,)](
                 dys, dense([more]), tuple(sources), query, tuple(scales), drunning, ds, shares, sums[0],
-                sums[1], T, root, *ctx.eps, H, each, STAGES, BT, BH, num_warps=warps,
+                sums[1], T, root, *ctx.eps, H, each, STAGES, BT, BH, num_warps=warps, enable_fp_fusion=True,
             )  # fmt: skip
         dquery, dscales = add(sums).unbind(0)
         if m:

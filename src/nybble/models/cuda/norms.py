@@ -72,7 +72,7 @@ class RMS(torch.autograd.Function):
         BR, BD, warps = tile(D)
         if R:
             rms_forward[(triton.cdiv(R, BR),)](
-                x, weight, y, R, eps, D, weight is not None, BR, BD, num_warps=warps
+                x, weight, y, R, eps, D, weight is not None, BR, BD, num_warps=warps, enable_fp_fusion=True
             )
         ctx.save_for_backward(x, weight)
         ctx.eps = eps
@@ -93,7 +93,7 @@ class RMS(torch.autograd.Function):
         if R:
             rms_backward[(programs,)](
                 dense(dys), x, weight, dx, sums, R, ctx.eps, D, weight is not None, each, BR, BD,
-                num_warps=warps,
+                num_warps=warps, enable_fp_fusion=True,
             )  # fmt: skip
         return dx, None if sums is None else add(sums, weight.dtype)[0], None, None, None
 
@@ -174,7 +174,7 @@ class L2Clip(torch.autograd.Function):
         if T:
             clip_forward[(triton.cdiv(T, BT), heads)](
                 x, scale, gain, y, T, heads, limit, eps, D, scale is not None, gain is not None, BT, BD,
-                num_warps=warps,
+                num_warps=warps, enable_fp_fusion=True,
             )  # fmt: skip
         ctx.save_for_backward(x, scale, gain)
         ctx.limits = (limit, eps)
@@ -194,6 +194,6 @@ class L2Clip(torch.autograd.Function):
         if T:
             clip_backward[(programs, heads)](
                 dy.contiguous(), x, scale, gain, dx, sums, T, heads, *ctx.limits,
-                D, scale is not None, gain is not None, each, BT, BD, num_warps=warps,
+                D, scale is not None, gain is not None, each, BT, BD, num_warps=warps, enable_fp_fusion=True,
             )  # fmt: skip
         return dx, None if sums is None else add(sums, scale.dtype)[0], None, None, None, None

@@ -154,7 +154,22 @@ class Route(torch.autograd.Function):
         BT, BE = _tile(E, 64)
         if T:
             router_forward[(triton.cdiv(T, BT),)](
-                x, weight, bias, logits, chosen, out, T, gain, E, H, k, BT, BE, BLOCK_H, num_warps=WARPS
+                x,
+                weight,
+                bias,
+                logits,
+                chosen,
+                out,
+                T,
+                gain,
+                E,
+                H,
+                k,
+                BT,
+                BE,
+                BLOCK_H,
+                num_warps=WARPS,
+                enable_fp_fusion=True,
             )
         ctx.save_for_backward(x, weight, logits, chosen)
         ctx.gain = gain
@@ -175,7 +190,8 @@ class Route(torch.autograd.Function):
         if T:
             router_backward[(programs,)](
                 dlogits, dout, x, weight, logits, chosen, dx, sums, T, ctx.gain, E, H, k,
-                dlogits is not None, dout is not None, BT, BE, BLOCK_H, num_warps=WARPS,
+                dlogits is not None, dout is not None, BT, BE, BLOCK_H,
+                num_warps=WARPS, enable_fp_fusion=True,
             )  # fmt: skip
         return dx, add(sums, weight.dtype)[0], None, None, None
 
@@ -188,7 +204,7 @@ def weigh(logits: Tensor, chosen: Tensor, gain: float) -> Tensor:
     (T, k), BT = chosen.shape, 128
     if T:
         weigh_given[(triton.cdiv(T, BT),)](
-            logits, chosen, out, T, gain, logits.shape[1], k, BT, num_warps=WARPS
+            logits, chosen, out, T, gain, logits.shape[1], k, BT, num_warps=WARPS, enable_fp_fusion=True
         )
     return out
 

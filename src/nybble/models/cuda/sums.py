@@ -33,6 +33,6 @@ def add(parts: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     BP = min(ROWS, triton.next_power_of_2(max(P, 1)))
     if N:
         add_parts[(triton.cdiv(N, COLUMNS), count)](
-            parts, out, P, N, triton.cdiv(P, BP), BP, COLUMNS, num_warps=WARPS
+            parts, out, P, N, triton.cdiv(P, BP), BP, COLUMNS, num_warps=WARPS, enable_fp_fusion=True
         )
     return out

@@ -1,4 +1,4 @@
-"""FP8 products compile for Hopper without a GPU, and keep their sums in registers."""
+"""Products of experts compile for Hopper without a GPU, and keep their sums in registers."""
 
 import subprocess
 from pathlib import Path
@@ -12,7 +12,7 @@ from nybble.kernels.hopper import FP8
 pytestmark = pytest.mark.skipif(hopper.own_reason() is not None, reason=str(hopper.own_reason()))
 SHARED = 227 << 10
 """Bytes of shared memory that a program may have."""
-TYPES = {FP8: "fp8e4nv", torch.bfloat16: "bf16", torch.float32: "fp32", torch.int32: "i32"}
+TYPES = {FP8: "fp8e4nv", torch.bfloat16: "bf16", torch.float32: "fp32", torch.int32: "i32", torch.uint8: "u8"}
 
 
 def compiled(kernel, arguments, named):
@@ -21,7 +21,7 @@ def compiled(kernel, arguments, named):
     from triton.compiler import compile as build
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    options = {name: named.pop(name) for name in ("num_warps", "maxnreg")}
+    options = {name: named.pop(name) for name in ("num_warps", "maxnreg", "enable_fp_fusion")}
     values = {**dict(zip(kernel.arg_names, arguments, strict=False)), **named}
     signature, constants, facts = {}, {}, {}
     for i, parameter in enumerate(kernel.params):
@@ -45,7 +45,7 @@ def compiled(kernel, arguments, named):
 @pytest.fixture
 def launches(monkeypatch):
     """What was compiled instead of launched."""
-    from nybble.kernels.cuda import fp8_groups, fp8_rows, launch_fp8
+    from nybble.kernels.cuda import bf16_rows, fp8_groups, fp8_rows, launch_bf16, launch_fp8, nvfp4_rows
 
     done = []
 
@@ -56,15 +56,33 @@ def launches(monkeypatch):
         def __getitem__(self, grid):
             return lambda *arguments, **named: done.append(compiled(self.kernel, arguments, named))
 
-    monkeypatch.setattr(launch_fp8, "multiprocessors", lambda _: 132)
-    monkeypatch.setattr(fp8_rows, "product_of_rows", Compiling(fp8_rows.product_of_rows))
-    monkeypatch.setattr(fp8_groups, "product_of_groups", Compiling(fp8_groups.product_of_groups))
+    for module in (launch_fp8, launch_bf16):
+        monkeypatch.setattr(module, "multiprocessors", lambda _: 132)
+    for module, name in (
+        (fp8_rows, "product_of_rows"),
+        (fp8_groups, "product_of_groups"),
+        (bf16_rows, "product_of_rows"),
+        (nvfp4_rows, "product_of_codes"),
+    ):
+        monkeypatch.setattr(module, name, Compiling(getattr(module, name)))
     return done
 
 
-def test_kernels_fit_a_multiprocessor(launches, tmp_path):
+def check(kernels, instruction, folder):
+    """That programs of `kernels` fit a multiprocessor, multiply with `instruction`, and spill nothing."""
     import triton.backends.nvidia
 
+    tool = Path(triton.backends.nvidia.__file__).parent / "bin" / "cuobjdump"
+    for kernel in kernels:
+        assert kernel.metadata.shared <= SHARED
+        assert instruction in kernel.asm["ptx"]
+        path = folder / "kernel.cubin"
+        path.write_bytes(kernel.asm["cubin"])
+        used = subprocess.run([tool, "-res-usage", path], capture_output=True, text=True, check=True).stdout
+        assert "STACK:0 " in used, used
+
+
+def test_fp8_products(launches, tmp_path):
     from nybble.kernels.cuda import launch_fp8
 
     codes, scales, ends = torch.empty(64, 128).to(FP8), torch.empty(64), torch.zeros(4, dtype=torch.int32)
@@ -73,11 +91,19 @@ def test_kernels_fit_a_multiprocessor(launches, tmp_path):
     launch_fp8.product_of_rows(*rows, index=torch.zeros(64, dtype=torch.int32))
     launch_fp8.product_of_groups(codes, torch.empty(4, 64), codes, torch.empty(4, 64), ends, torch.float32)
     assert len(launches) == 3
-    tool = Path(triton.backends.nvidia.__file__).parent / "bin" / "cuobjdump"
-    for kernel in launches:
-        assert kernel.metadata.shared <= SHARED
-        assert "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3" in kernel.asm["ptx"]
-        path = tmp_path / "kernel.cubin"
-        path.write_bytes(kernel.asm["cubin"])
-        used = subprocess.run([tool, "-res-usage", path], capture_output=True, text=True, check=True).stdout
-        assert "STACK:0 " in used, used
+    check(launches, "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3", tmp_path)
+
+
+def test_products_by_rows_that_stream(launches, tmp_path):
+    from nybble.kernels.cuda import launch_bf16
+
+    ends = torch.zeros(4, dtype=torch.int32)
+    for features in (448, 512):
+        a, w = torch.empty(300, features).bfloat16(), torch.empty(4, 136, features).bfloat16()
+        launch_bf16.product_of_rows(a, w, ends, True)
+        launch_bf16.product_of_rows(a, w.transpose(1, 2), ends, False)
+        codes, scales = (torch.empty(300, features // n, dtype=torch.uint8) for n in (2, 16))
+        launch_bf16.product_of_codes(codes, scales, None, w, ends)
+        launch_bf16.product_of_codes(codes, scales, torch.zeros(300, dtype=torch.int32), w, ends)
+    assert len(launches) == 8
+    check(launches, "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16", tmp_path)
