@@ -4,10 +4,9 @@ import pytest
 import torch
 from test_experts_layer import INKLING, E, experts, inputs, step
 
-from nybble.formats import ops
 from nybble.formats.grouped import group_slices
-from nybble.kernels import fused, hopper, streamed
-from nybble.layers import expert_pass, fused_experts, gemm
+from nybble.kernels import fused, hopper
+from nybble.layers import expert_pass, fused_experts
 from nybble.layers import experts as experts_module
 from nybble.recipes import load_recipe
 
@@ -217,26 +216,3 @@ def test_the_compiler_sees_one_graph_with_the_bits_of_eager():
     got = [y.detach(), *(t.grad for t in (args[0], args[2], *module.parameters()))]
     assert all(torch.equal(a, b) for a, b in zip(got, plain, strict=True))
     torch._dynamo.reset()
-
-
-@pytest.mark.usefixtures("as_on_a_gpu")
-@pytest.mark.parametrize("keep", ["recompute", "activations"])
-@pytest.mark.parametrize("recipe", [INKLING, HOPPER], ids=["inkling", "hopper"])
-def test_rows_that_stream_as_codes_give_what_their_values_give(monkeypatch, recipe, keep):
-    """On Hopper the fprops of experts take codes; here a product of the values that they stand for does."""
-    args = bf16(inputs())
-    want = step(experts(recipe, "ours", keep), *args)
-    products = []
-
-    def codes_times(a, w, offs):
-        products.append(a.index is None)
-        shape, none = (a.codes.shape[0], a.shape[1]), a.codes.new_empty(0, dtype=torch.float32)
-        values = ops.dequantize(a.codes, a.scales, none, "nvfp4", -1, shape, BF16, "row", False)
-        values = values if a.index is None else values.index_select(0, a.index)
-        return gemm._grouped_rows(values, w, offs, True, False)
-
-    monkeypatch.setattr(expert_pass, "takes_codes", lambda *_: True)
-    monkeypatch.setattr(streamed, "codes_times", codes_times)
-    got = step(experts(recipe, "ours", keep), *args)
-    assert products == [False, True, *([False] if keep == "recompute" else [])]
-    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))

@@ -214,12 +214,9 @@ def grouped_products(device: torch.device, each: int, width: int, experts: int) 
     yield rung(groups_name, lambda: grouped(a.t(), a, offs=ends))
     if hopper.can_run(device) is not None:
         return
-    if streamed.takes_codes(a, tokens, experts, width, width):
+    if width <= streamed.SHORT:
         name = f"bf16 product by rows that stream, {width} wide"
         yield rung(name, lambda: streamed.rows_times(a, w, ends, True), rows_name)
-        rows = streamed.CodedRows(*ops.quantize(a, "nvfp4", -1, outer="row")[:2])
-        name = f"the same of rows in nvfp4 codes, {width} wide"
-        yield rung(name, lambda: streamed.codes_times(rows, w, ends), rows_name)
     codes = hopper.row_scaled(*ops.quantize(a, "fp8-row")[:2])
     weights = hopper.row_scaled(*ops.quantize(w, "fp8-row")[:2])
     pair = (codes.codes, codes.scales, weights.codes, weights.scales)

@@ -36,16 +36,13 @@ def swiglu_quantize(
     layer: int,
     operand: int,
     rows: Tensor | None,
-    need_values: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(codes, scales, amax, values) of what `swiglu_rows` gives, along the features.
 
-    The outer scale is one a row; values are in BF16, without it, and of no row where they are not needed.
+    The outer scale is one a row; values are in BF16, without it.
     """
     h = swiglu_rows(gate_up, factor, ends, gate_cap, up_cap)
     q = ops.quantize(h, format, -1, rounding, "row", key, layer, operand, rows)
-    if not need_values:
-        return *q, h.new_empty(0, h.shape[1], dtype=torch.bfloat16)
     return *q, ops.dequantize(*q, format, -1, h.shape, torch.bfloat16, "row", False)
 
 

@@ -98,10 +98,9 @@ def _(gate_up, *_):  # type: ignore[no-untyped-def]
 
 
 @swiglu_quantize.register_fake
-def _(gate_up, _factor, _ends, _gate_cap, _up_cap, format, _r, _k, _l, _o, _rows, need_values=True):  # type: ignore[no-untyped-def]
+def _(gate_up, _factor, _ends, _gate_cap, _up_cap, format, *_):  # type: ignore[no-untyped-def]
     R, width = gate_up.shape[0], gate_up.shape[1] // 2
-    values = gate_up.new_empty(R if need_values else 0, width, dtype=torch.bfloat16)
-    return *_empty_codes(gate_up, R, width, format), values
+    return *_empty_codes(gate_up, R, width, format), gate_up.new_empty(R, width, dtype=torch.bfloat16)
 
 
 @swiglu_backward.register_fake

@@ -7,8 +7,7 @@ from torch import Tensor
 
 from nybble import formats
 from nybble.formats import Operand as Role
-from nybble.kernels import direct, fused
-from nybble.kernels.streamed import CodedRows, takes_codes
+from nybble.kernels import fused
 from nybble.layers import gemm, kept
 from nybble.layers.activation import Activation
 from nybble.layers.operand import (
@@ -20,8 +19,6 @@ from nybble.layers.weights import Spec, Weight
 from nybble.recipes import GemmTable, Operand
 
 BF16 = torch.bfloat16
-Rows = Tensor | CodedRows
-"""An operand of fprop: values, or the codes that stand for them."""
 
 
 class Plan(NamedTuple):
@@ -94,26 +91,13 @@ class Pass:
         )  # fmt: skip
         return out
 
-    def streams(self, like: Tensor, spec: Spec, weight: Tensor) -> bool:
-        """Whether fprop with `weight` [E, N, C] takes codes of its rows as they are, of an op on `like`."""
-        E, N, C = weight.shape
-        return coded(spec.gemms) and takes_codes(like, self.order.shape[0], E, N, C)
-
-    def enter(self, x: Tensor, weight: Tensor) -> tuple[kept.Saved, Rows, Tensor]:
+    def enter(self, x: Tensor) -> tuple[kept.Saved, Tensor, Tensor]:
         """(what is kept of x [T, H], values of its rows [R, H], amax): quantised once a token."""
         spec = self.plan.up.spec
         draw = spec.draw(Role.FPROP_X, self.key)
         if coded(spec.gemms):
             fx = spec.gemms.fprop.x
-            arrived = self.plan.arrived
-            if self.streams(x, spec, weight):
-                key = self.key if fx.rounding == "stochastic" else None
-                held = arrived or direct.quantize(
-                    x, fx.format, -1, fx.rounding, "row", key, draw.layer, draw.operand, self.rows
-                )
-                rows = CodedRows(held[0], held[1], self.token)
-                return list(held) if self.plan.keep_x else [], rows, held[2]
-            if arrived is not None:
+            if (arrived := self.plan.arrived) is not None:
                 values = fused.decode_to_rows(*arrived, fx.format, self.token)
                 return list(arrived) if self.plan.keep_x else [], values, arrived.amax
             key = self.key if fx.rounding == "stochastic" else None
@@ -125,11 +109,9 @@ class Pass:
         (values, amax), saved = kept.keep(x, spec.gemms, self.plan.keep_x, BF16, draw, self.plan.arrived)
         return saved, fused.gather_rows(values, self.token, None), amax
 
-    def enter_again(self, saved: kept.Saved, shape: tuple[int, ...], weight: Tensor) -> tuple[Rows, Tensor]:
+    def enter_again(self, saved: kept.Saved, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         """(values of the rows of x, amax) from what was kept."""
         spec = self.plan.up.spec
-        if coded(spec.gemms) and self.streams(saved[0], spec, weight):
-            return CodedRows(saved[0], saved[1], self.token), saved[2]
         if coded(spec.gemms):
             return fused.decode_to_rows(*saved, spec.gemms.fprop.x.format, self.token), saved[2]
         draw = spec.draw(Role.FPROP_X, self.key)._replace(rows=self.rows)
@@ -137,7 +119,7 @@ class Pass:
         return fused.gather_rows(values, self.token, None), amax
 
     def up(
-        self, values: Rows, amax: Tensor, weight: Tensor, factor: Tensor | None = None
+        self, values: Tensor, amax: Tensor, weight: Tensor, factor: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """(gate and up [R, 2I] without their scale, that scale)."""
         fprop = self.plan.up.spec.gemms.fprop
@@ -146,19 +128,17 @@ class Pass:
             amax, fprop.x, "token", w_amax, fprop.w
         )
 
-    def multiply(self, values: Rows, operand: Weight, weight: Tensor) -> tuple[Tensor, Tensor]:
+    def multiply(self, values: Tensor, operand: Weight, weight: Tensor) -> tuple[Tensor, Tensor]:
         """(fprop of rows with their experts' matrices, without scales; amax of those), on codes where that is
         what is kept of them and rows are few."""
-        if isinstance(values, Tensor) and gemm.few_rows(values, len(self.ends)):
+        if gemm.few_rows(values, len(self.ends)):
             codes = operand.fprop_codes(weight, self.weight_key)
             if codes is not None:
                 return gemm.rows_times_codes(values, codes.codes, codes.scales, self.ends), codes.amax
         w = operand.fprop(weight, self.weight_key, BF16)
         return gemm.grouped_rows(values, w.values, self.ends, True, clear=False), w.amax
 
-    def activate(
-        self, gate_up: Tensor, factor: Tensor | None, weight: Tensor
-    ) -> tuple[kept.Saved, Rows, Tensor]:
+    def activate(self, gate_up: Tensor, factor: Tensor | None) -> tuple[kept.Saved, Tensor, Tensor]:
         """(what is kept of h [R, I], its values, amax)."""
         spec = self.plan.down.spec
         draw = spec.draw(Role.FPROP_X, self.key)
@@ -166,13 +146,11 @@ class Pass:
         if coded(spec.gemms):
             fx = spec.gemms.fprop.x
             key, pairs = (self.key, self.pairs) if stochastic else (None, None)
-            streams = self.streams(gate_up, spec, weight)
             *codes, values = fused.swiglu_quantize(
                 gate_up, factor, self.ends, *self.caps, fx.format, fx.rounding,
-                key, draw.layer, draw.operand, pairs, not streams,
+                key, draw.layer, draw.operand, pairs,
             )  # fmt: skip
-            rows = CodedRows(codes[0], codes[1]) if streams else values
-            return codes if self.plan.keep_h else [], rows, codes[2]
+            return codes if self.plan.keep_h else [], values, codes[2]
         h = fused.swiglu_rows(gate_up, factor, self.ends, *self.caps)
         draw = draw._replace(rows=self.pairs if stochastic else None)
         (values, amax), saved = kept.keep(h, spec.gemms, self.plan.keep_h, BF16, draw)

@@ -55,9 +55,9 @@ class FusedExperts(torch.autograd.Function):
     ) -> Tensor:
         x = x.contiguous()
         run = Pass(plan, Route(order, ends, plan.k), weights, rows, key, weight_key)
-        saved_x, x_rows, x_amax = run.enter(x, w_up)
+        saved_x, x_rows, x_amax = run.enter(x)
         gate_up, factor = run.up(x_rows, x_amax, w_up)
-        saved_h, h, h_amax = run.activate(gate_up, factor, w_down)
+        saved_h, h, h_amax = run.activate(gate_up, factor)
         fprop = plan.down.spec.gemms.fprop
         out, w_amax = run.multiply(h, plan.down, w_down)
         # The epilogue's scale and the routing weight are one factor a row.
@@ -97,7 +97,7 @@ class FusedExperts(torch.autograd.Function):
             need_gate_up = need_x or need_up
             gate_up = saved[-1] if plan.keep_gate_up else g.new_empty(0, 2 * g.shape[1])
             if need_gate_up and not plan.keep_gate_up:
-                gate_up, _ = run.up(*run.enter_again(saved_x, x_shape, w_up), w_up, factor)
+                gate_up, _ = run.up(*run.enter_again(saved_x, x_shape), w_up, factor)
             # dL/dw[r] = <g[r], h[r]>: the outputs of the experts need not be kept.
             h = run.full_h(saved_h, h_shape) if need_weights else []
             a, b, dots = run.gate_gradients(gate_up, factor, g, g_factor, h, need_x, need_up)

@@ -52,10 +52,6 @@ def grouped_rows(a: Any, w: Any, offs: Tensor, transpose: bool, clear: bool = Tr
     """The op below, or the native product of codes."""
     if isinstance(a, Coded):
         return product_of_rows(a, w, offs)
-    if isinstance(a, streamed.CodedRows):
-        assert transpose
-        assert not clear
-        return streamed.codes_times(a, w, offs)
     if isinstance(a, hopper.RowScaled):
         out = hopper.product_of_rows(a, w, offs)
         return zero_behind(out, offs) if clear else out

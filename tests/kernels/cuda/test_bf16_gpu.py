@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from nybble.formats import ops
 from nybble.kernels import hopper, streamed
 
 pytestmark = [
@@ -69,29 +68,3 @@ def test_two_hundred_repeats_beside_other_work():
         wanted = got if wanted is None else wanted
         assert torch.equal(got, wanted)
     torch.cuda.synchronize()
-
-
-@pytest.mark.parametrize("gathered", [True, False])
-@pytest.mark.parametrize(("N", "C"), [(8, 64), (136, 128), (512, 448), (896, 512), (2056, 320)])
-def test_codes_are_multiplied_as_the_values_that_they_stand_for(N, C, gathered):
-    """Bit for bit what the product of the decoded rows gives."""
-    gen = torch.Generator().manual_seed(1)
-    _, w, ends = operands(N, C, True)
-    R = int(ends[-1]) + 9
-    T = 700 if gathered else R
-    x = (
-        torch.randn(T, C, generator=gen) * torch.exp2(torch.randint(-9, 9, (T, 1), generator=gen))
-    ).bfloat16()
-    codes, scales, amax = ops.quantize(x.cuda(), "nvfp4", -1, outer="row")
-    scales.view(torch.uint8)[5, :] = 0x7F
-    index = torch.randint(T, (R,), generator=gen).int().cuda() if gathered else None
-    values = ops.dequantize(codes, scales, amax, "nvfp4", -1, x.shape, torch.bfloat16, "row", False)
-    rows = streamed.CodedRows(codes, scales, index)
-    assert rows.shape == (R, C)
-    w = torch.randn(w.shape, generator=gen).bfloat16().cuda()
-    assert streamed.takes_codes(x.cuda(), R, len(w), N, C)
-    got = streamed.codes_times(rows, w, ends.cuda())[: int(ends[-1])]
-    values = values if index is None else values[index.long()]
-    want = streamed.rows_times(values, w, ends.cuda(), True)[: int(ends[-1])]
-    assert torch.equal(got.isnan(), want.isnan())
-    assert torch.equal(got.nan_to_num(), want.nan_to_num())

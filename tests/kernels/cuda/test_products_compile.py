@@ -12,7 +12,7 @@ from nybble.kernels.hopper import FP8
 pytestmark = pytest.mark.skipif(hopper.own_reason() is not None, reason=str(hopper.own_reason()))
 SHARED = 227 << 10
 """Bytes of shared memory that a program may have."""
-TYPES = {FP8: "fp8e4nv", torch.bfloat16: "bf16", torch.float32: "fp32", torch.int32: "i32", torch.uint8: "u8"}
+TYPES = {FP8: "fp8e4nv", torch.bfloat16: "bf16", torch.float32: "fp32", torch.int32: "i32"}
 
 
 def compiled(kernel, arguments, named):
@@ -45,7 +45,7 @@ def compiled(kernel, arguments, named):
 @pytest.fixture
 def launches(monkeypatch):
     """What was compiled instead of launched."""
-    from nybble.kernels.cuda import bf16_rows, fp8_groups, fp8_rows, launch_bf16, launch_fp8, nvfp4_rows
+    from nybble.kernels.cuda import bf16_rows, fp8_groups, fp8_rows, launch_bf16, launch_fp8
 
     done = []
 
@@ -62,7 +62,6 @@ def launches(monkeypatch):
         (fp8_rows, "product_of_rows"),
         (fp8_groups, "product_of_groups"),
         (bf16_rows, "product_of_rows"),
-        (nvfp4_rows, "product_of_codes"),
     ):
         monkeypatch.setattr(module, name, Compiling(getattr(module, name)))
     return done
@@ -102,8 +101,5 @@ def test_products_by_rows_that_stream(launches, tmp_path):
         a, w = torch.empty(300, features).bfloat16(), torch.empty(4, 136, features).bfloat16()
         launch_bf16.product_of_rows(a, w, ends, True)
         launch_bf16.product_of_rows(a, w.transpose(1, 2), ends, False)
-        codes, scales = (torch.empty(300, features // n, dtype=torch.uint8) for n in (2, 16))
-        launch_bf16.product_of_codes(codes, scales, None, w, ends)
-        launch_bf16.product_of_codes(codes, scales, torch.zeros(300, dtype=torch.int32), w, ends)
-    assert len(launches) == 8
+    assert len(launches) == 4
     check(launches, "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16", tmp_path)

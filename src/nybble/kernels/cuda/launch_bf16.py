@@ -1,11 +1,11 @@
-"""Launches of `bf16_rows.py` and `nvfp4_rows.py`: grids, and descriptors of what the TMA engine moves."""
+"""Launches of `bf16_rows.py`: grids, and descriptors of what the TMA engine moves."""
 
 import torch
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from nybble.kernels.cuda import bf16_rows, nvfp4_rows
+from nybble.kernels.cuda import bf16_rows
 from nybble.kernels.cuda.jit import cdiv, multiprocessors
 from nybble.kernels.cuda.launch_fp8 import BN, REGISTERS, WARPS, ending_rows
 from nybble.kernels.cuda.launch_rows import pow2
@@ -36,35 +36,6 @@ def product_of_rows(a: Tensor, w: Tensor, offs: Tensor, transpose: bool) -> Tens
         C,
         E,
         TRANSPOSE=transpose,
-        STEPS=C // CK,
-        G=pow2(E),
-        STAGES=_stages(C // CK),
-        num_warps=WARPS,
-        maxnreg=REGISTERS,
-        enable_fp_fusion=True,
-    )
-    return out
-
-
-def product_of_codes(codes: Tensor, scales: Tensor, index: Tensor | None, w: Tensor, offs: Tensor) -> Tensor:
-    """The same of rows that NVFP4 codes uint8 [T, C / 2] and scales [T, C / 16] stand for, w [E, N, C].
-
-    Row r is row index[r] (int32 [R]) of the codes, where there is an index; outer scales are left out.
-    """
-    (E, N, C), device = w.shape, w.device
-    R = codes.shape[0] if index is None else index.shape[0]
-    out = torch.empty(R, N, dtype=torch.bfloat16, device=device)
-    across = cdiv(N, BN)
-    nvfp4_rows.product_of_codes[(across * _spans(R, across, device),)](
-        codes.contiguous().view(torch.int32),
-        scales.contiguous().view(torch.uint8),
-        index,
-        _plain(w.contiguous().view(E * N, C), BN, CK),
-        offs,
-        ending_rows(out),
-        N,
-        E,
-        HAS_INDEX=index is not None,
         STEPS=C // CK,
         G=pow2(E),
         STAGES=_stages(C // CK),

@@ -188,16 +188,9 @@ def swiglu_rows(
 
 
 def quantize_tokens(
-    x: Tensor,
-    format: str,
-    draw: Draw,
-    gated: Gated | None,
-    offs: Tensor | None,
-    place: Tensor | None,
-    need_values: bool = True,
+    x: Tensor, format: str, draw: Draw, gated: Gated | None, offs: Tensor | None, place: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(codes, scales, amax, BF16 values) along the features, outer scale one a row; values at `place`, or of
-    no row."""
+    """(codes, scales, amax, BF16 values) along the features, outer scale one a row; values at `place`."""
     fmt, R = table.get(format), x.shape[0]
     width = x.shape[1] // (2 if gated else 1)
     shape = [R, width]
@@ -205,10 +198,10 @@ def quantize_tokens(
     scales = torch.empty(blocks.scale_shape(fmt, shape), dtype=blocks.scale_dtype(fmt), device=x.device)
     amax = torch.empty(blocks.amax_shape(fmt, shape, -1, "row", None), dtype=torch.float32, device=x.device)
     rows = R if place is None else place.shape[0]
-    values = torch.empty(rows if need_values else 0, width, dtype=torch.bfloat16, device=x.device)
+    values = torch.empty(rows, width, dtype=torch.bfloat16, device=x.device)
     launch_rows.quantize_rows(
         Rows(x=x, columns=x.shape[1]), fmt, int(fmt.two_level), amax, None, offs, draw,
-        codes=codes, scales=scales, values=values if need_values else None, gated=gated, place=place,
+        codes=codes, scales=scales, values=values, gated=gated, place=place,
     )  # fmt: skip
     return codes, scales, amax, values
 

@@ -36,7 +36,6 @@ def swiglu_quantize(
     layer: int,
     operand: int,
     rows: Tensor | None,
-    need_values: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """See the specification."""
     if not (
@@ -45,11 +44,11 @@ def swiglu_quantize(
         and ends.numel()
     ):
         return plain.swiglu_quantize(
-            gate_up, factor, ends, gate_cap, up_cap, format, rounding, key, layer, operand, rows, need_values
+            gate_up, factor, ends, gate_cap, up_cap, format, rounding, key, layer, operand, rows
         )
     gated = Gated(gate_cap=gate_cap, up_cap=up_cap, factor=factor)
     draw = Draw.of(rounding, key, layer, operand, rows)
-    return launch.quantize_tokens(gate_up, format, draw, gated, ends, None, need_values)
+    return launch.quantize_tokens(gate_up, format, draw, gated, ends, None)
 
 
 def swiglu_backward(gate_up: Tensor, factor: Tensor | None, g: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
