@@ -9,8 +9,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from nybble.kernels import expert_rows
-from nybble.kernels.streamed import CodedRows
 from nybble.layers import convert as convert_alone
 from nybble.layers import gemm, set_step
 from nybble.parallel import Monitor, convert
@@ -62,17 +60,6 @@ def batch(route: str = "spread") -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return x, index, weights, dy
 
 
-def values(rows: Tensor | CodedRows) -> Tensor:
-    """A copy of what a product is of: on GPUs it may read the codes of as many rows as there are."""
-    if isinstance(rows, Tensor):
-        return rows.clone()
-    codes, scales = rows.codes, rows.scales
-    index = torch.arange(len(codes), device=codes.device) if rows.index is None else rows.index
-    return expert_rows.decode_to_rows(
-        codes, scales, torch.ones(len(codes), device=codes.device), "nvfp4", index
-    )
-
-
 @contextmanager
 def operands() -> Iterator[list[tuple[str, Tensor, Tensor, list[int]]]]:
     """Values of both operands of every grouped product, and where groups end."""
@@ -81,7 +68,7 @@ def operands() -> Iterator[list[tuple[str, Tensor, Tensor, list[int]]]]:
 
     def watched(name: str, product: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def call(a: Tensor, b: Tensor, offs: Tensor, last: Any, **named: Any) -> Tensor:
-            seen.append((name, values(a), b.clone(), offs.tolist()))
+            seen.append((name, a.clone(), b.clone(), offs.tolist()))
             return product(a, b, offs, last, **named)
 
         return call
