@@ -150,7 +150,7 @@ def test_parquet_with_bytes_that_are_not_utf8(tmp_path: Path) -> None:
 
 
 def test_paths_that_lead_nowhere(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="does not exist"):
+    with pytest.raises(DataError, match="is no file or folder"):
         find_files([str(tmp_path / "absent.txt")])
     with pytest.raises(DataError, match="holds no file that ends in"):
         find_files([str(tmp_path)])

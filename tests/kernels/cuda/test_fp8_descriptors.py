@@ -36,7 +36,7 @@ def test_tiles_of_columns_end_with_their_group(row, column, end):
 def test_tiles_of_rows_end_with_their_group(row, column, stop):
     from nybble.kernels.cuda import launch_fp8
 
-    descriptor = launch_fp8._ending_rows(torch.empty(300, 208, dtype=torch.bfloat16))
+    descriptor = launch_fp8.ending_rows(torch.empty(300, 208, dtype=torch.bfloat16))
     for r in range(row, row + 64):
         for c in (column + step for step in STEPS):
             at = (launch_fp8.HUGE, stop, launch_fp8.HUGE - (stop - r), c)
