@@ -94,7 +94,9 @@ def test_styles_are_mixed_by_weight_and_all_earn_the_reward() -> None:
     assert choose_solution(task.problem(0), 0, {}, seed=1) == task.problem(0).solution
 
 
-@pytest.mark.parametrize("text", ["worked=0", "worked=x", "worked,worked", "worked=-1", "worked=nan"])
+@pytest.mark.parametrize(
+    "text", ["worked=0", "worked=x", "worked,worked", "worked=-1", "worked=nan", ",", "=3", "a,,b"]
+)
 def test_styles_that_cannot_be_mixed_are_named(text: str) -> None:
     with pytest.raises(ConfigError, match="write them as worked=1,direct=3"):
         SFTConfig(styles=text)

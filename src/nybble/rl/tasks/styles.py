@@ -13,16 +13,16 @@ from nybble.rl.tasks.protocol import Problem
 def parse_styles(text: str) -> dict[str, float]:
     """`worked=1,direct=3` as weights by style; a name alone weighs 1; empty for an empty text.
 
-    Raises ConfigError for a weight that is no positive number, or a style named twice.
+    Raises ConfigError for a weight that is no positive number, and for a style without a name or named twice.
     """
     weights: dict[str, float] = {}
-    for part in filter(None, (part.strip() for part in text.split(","))):
+    for part in (part.strip() for part in text.split(",") if text.strip()):
         name, _, number = part.partition("=")
         try:
             weight = float(number or 1)
         except ValueError:
             weight = math.nan
-        if not 0 < weight < math.inf or name in weights:
+        if not name or not 0 < weight < math.inf or name in weights:
             raise ConfigError(
                 f"styles: {part!r} is no style with a positive weight, or the second of its name; write them "
                 "as worked=1,direct=3"
