@@ -2,12 +2,10 @@
 
 import torch
 from torch import Tensor
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from nybble.kernels.cuda import bf16_rows
 from nybble.kernels.cuda.jit import cdiv, multiprocessors
-from nybble.kernels.cuda.launch_fp8 import BN, REGISTERS, WARPS, ending_rows
+from nybble.kernels.cuda.launch_fp8 import BN, REGISTERS, WARPS, ending_rows, plain
 from nybble.kernels.cuda.launch_rows import pow2
 
 SHARED = 227 * 1024 - 1024
@@ -28,8 +26,8 @@ def product_of_rows(a: Tensor, w: Tensor, offs: Tensor, transpose: bool) -> Tens
     across = cdiv(N, BN)
     w = w.contiguous()
     bf16_rows.product_of_rows[(across * _spans(R, across, a.device),)](
-        _plain(a.contiguous(), HALF, CK),
-        _plain(w.view(E * N, C), BN, CK) if transpose else _plain(w.view(E * C, N), CK, BN),
+        plain(a.contiguous(), HALF, CK),
+        plain(w.view(E * N, C), BN, CK) if transpose else plain(w.view(E * C, N), CK, BN),
         offs,
         ending_rows(out),
         N,
@@ -55,9 +53,3 @@ def _stages(steps: int) -> int:
 def _spans(rows: int, across: int, device: torch.device) -> int:
     """Programs that share out the rows, of as many as fit on the GPU at once."""
     return max(1, min(multiprocessors(device) // across, cdiv(rows, 2 * HALF)))
-
-
-def _plain(t: Tensor, rows: int, columns: int) -> TensorDescriptor:
-    """Tiles [rows, columns] of BF16 [R, C]."""
-    layout = gl.NVMMASharedLayout(128, 16, 2)
-    return TensorDescriptor(t, list(t.shape), [t.shape[1], 1], [rows, columns], layout)

@@ -40,11 +40,11 @@ def product_of_rows(
     codes, w = codes.contiguous(), w_codes.contiguous().view(E * N, C)
     tiles = (R // BM + E) * cdiv(N, 2 * BN)
     fp8_rows.product_of_rows[(min(multiprocessors(out.device), tiles),)](
-        _plain(codes, BM) if index is None else None,
+        plain(codes, BM, BK) if index is None else None,
         codes,
         scales.contiguous(),
         index,
-        _plain(w, 2 * BN),
+        plain(w, 2 * BN, BK),
         w_scales.contiguous(),
         offs,
         ending_rows(out),
@@ -102,10 +102,10 @@ def product_of_groups(
 HUGE, WRAP = sums.HUGE.value, sums.WRAP.value
 
 
-def _plain(t: Tensor, rows: int) -> TensorDescriptor:
-    """Tiles [rows, BK] of E4M3 [R, C]."""
-    layout = gl.NVMMASharedLayout(128, 8, 2)
-    return TensorDescriptor(t, list(t.shape), [t.shape[1], 1], [rows, BK], layout)
+def plain(t: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    """Tiles [rows, columns] of E4M3 or BF16 [R, C]."""
+    layout = gl.NVMMASharedLayout(128, 8 * t.element_size(), 2)
+    return TensorDescriptor(t, list(t.shape), [t.shape[1], 1], [rows, columns], layout)
 
 
 def _ending_columns(t: Tensor, rows: int) -> TensorDescriptor:

@@ -1,6 +1,6 @@
 """Launches of `swiglu_gradients.py` and of what goes on from there in one pass, for `kernels/fused.py`."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,71 +20,74 @@ RESIDENT_WARPS = 24
 """Of a multiprocessor that runs what goes through rows: no program waits for another one to end."""
 
 
-def _inputs(
-    gate_up: Tensor,
-    factor: Tensor | None,
-    g: Tensor,
-    g_factor: Tensor | None,
-    weights: Tensor,
-    order: Tensor,
-    h: list[Tensor],
-) -> tuple[Tensor | None, ...]:
-    """What the kernels read first, in their order: up to the scales of h."""
-    held = as_pairs(h[0]) if h else None
-    scales = h[1] if len(h) == 3 else None
-    return as_pairs(gate_up), factor, as_pairs(g), g_factor, weights, order, held, scales
+class Gates(NamedTuple):
+    """What the gradient of a SwiGLU is found from, as `fused.swiglu_backward` takes it."""
+
+    gate_up: Tensor
+    factor: Tensor | None
+    g: Tensor
+    g_factor: Tensor | None
+    weights: Tensor
+    order: Tensor
+    ends: Tensor
+    gate_cap: float
+    up_cap: float
+    h: list[Tensor]
+    format: str
+
+    @property
+    def coded(self) -> bool:
+        """Whether h is in codes."""
+        return len(self.h) == 3
+
+    @property
+    def inputs(self) -> tuple[Tensor | None, ...]:
+        """What the kernels read first, in their order: up to the scales of h."""
+        held = as_pairs(self.h[0]) if self.h else None
+        scales = self.h[1] if self.coded else None
+        x, g = as_pairs(self.gate_up), as_pairs(self.g)
+        return x, self.factor, g, self.g_factor, self.weights, self.order, held, scales
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Constants that the kernels share."""
+        return {
+            "GATE_CAP": self.gate_cap,
+            "UP_CAP": self.up_cap,
+            "HAS_FACTOR": self.factor is not None,
+            "HAS_G_FACTOR": self.g_factor is not None,
+            "DOT": (1 + int(self.coded)) if self.h else 0,
+            "ASM": use_asm(self.g.device),
+            "enable_fp_fusion": False,
+        }
+
+    @property
+    def outer(self) -> tuple[Tensor | None, dict[str, Any]]:
+        """Outer amaxes of h, and how the kernels read them."""
+        if not self.coded:
+            return None, {"OUTER_MAX": 1.0, "AMAX_ROWS": 0}
+        amax = self.h[2]
+        return amax, {
+            "OUTER_MAX": table.get(self.format).outer_max or 1.0,
+            "AMAX_ROWS": int(amax.numel() > 1),
+        }
+
+    def new_dots(self) -> Tensor:
+        """Room for the gradient at the routing weights, which is zeros without h."""
+        make = torch.empty if self.h else torch.zeros
+        return make(self.g.shape[0], dtype=torch.float32, device=self.g.device)
 
 
-def _options(
-    gate_up: Tensor,
-    factor: Tensor | None,
-    g_factor: Tensor | None,
-    gate_cap: float,
-    up_cap: float,
-    h: list[Tensor],
-) -> dict[str, Any]:
-    """Constants that the kernels share."""
-    return {
-        "GATE_CAP": gate_cap,
-        "UP_CAP": up_cap,
-        "HAS_FACTOR": factor is not None,
-        "HAS_G_FACTOR": g_factor is not None,
-        "DOT": (1 + int(len(h) == 3)) if h else 0,
-        "ASM": use_asm(gate_up.device),
-        "enable_fp_fusion": False,
-    }
-
-
-def _outer(h: list[Tensor], format: str) -> tuple[Tensor | None, dict[str, Any]]:
-    """Outer amaxes of h, and how the kernels read them."""
-    if len(h) != 3:
-        return None, {"OUTER_MAX": 1.0, "AMAX_ROWS": 0}
-    return h[2], {"OUTER_MAX": table.get(format).outer_max or 1.0, "AMAX_ROWS": int(h[2].numel() > 1)}
-
-
-def swiglu_backward(
-    gate_up: Tensor,
-    factor: Tensor | None,
-    g: Tensor,
-    g_factor: Tensor | None,
-    weights: Tensor,
-    order: Tensor,
-    ends: Tensor,
-    gate_cap: float,
-    up_cap: float,
-    h: list[Tensor],
-    format: str,
-    need_gate_up: bool,
-) -> tuple[Tensor, Tensor]:
+def swiglu_backward(gates: Gates, need_gate_up: bool) -> tuple[Tensor, Tensor]:
     """See `fused.swiglu_backward`."""
-    R, width = g.shape
-    d = gate_up.new_empty(R if need_gate_up else 0, 2 * width)
-    dots = torch.empty(R, dtype=torch.float32, device=g.device) if h else torch.zeros(R, device=g.device)
+    ends, (R, width) = gates.ends, gates.g.shape
+    d = gates.gate_up.new_empty(R if need_gate_up else 0, 2 * width)
+    dots = gates.new_dots()
     units = width // 8
     n = max(64, min(512, pow2(units)))
-    amax, outer = _outer(h, format)
+    amax, outer = gates.outer
     kernel.swiglu_backward_rows[(R,)](
-        *_inputs(gate_up, factor, g, g_factor, weights, order, h),
+        *gates.inputs,
         amax,
         as_pairs(d),
         dots,
@@ -97,47 +100,33 @@ def swiglu_backward(
         N=n,
         num_warps=min(8, n // 32),
         **outer,
-        **_options(gate_up, factor, g_factor, gate_cap, up_cap, h),
+        **gates.options,
     )
     return d, dots
 
 
-def swiglu_backward_fp8(
-    gate_up: Tensor,
-    factor: Tensor | None,
-    g: Tensor,
-    g_factor: Tensor | None,
-    weights: Tensor,
-    order: Tensor,
-    ends: Tensor,
-    gate_cap: float,
-    up_cap: float,
-    h: list[Tensor],
-    format: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def swiglu_backward_fp8(gates: Gates) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """See `fused.swiglu_backward_fp8`; rows of no expert hold anything."""
-    (R, width), device = g.shape, g.device
+    ends, (R, width), device = gates.ends, gates.g.shape, gates.g.device
     units = width // 8
     if units > WHOLE_ROW:
-        d, dots = swiglu_backward(
-            gate_up, factor, g, g_factor, weights, order, ends, gate_cap, up_cap, h, format, True
-        )
+        d, dots = swiglu_backward(gates, True)
         codes, scales, _ = front.quantize(d, "fp8-row", -1)
         source = as_source(d)
         tiles = launch_columns.block_table(ends, R // TILE + ends.shape[0], TILE, 1)
         amax = measure_columns(source, tiles, ends)
         return d, codes, scales.squeeze(-1), amax.view(torch.float32), dots
-    d = torch.empty_like(gate_up)
+    d = torch.empty_like(gates.gate_up)
     codes = torch.empty(R, 2 * width, dtype=torch.uint8, device=device)
     scales = torch.empty(R, dtype=torch.float32, device=device)
-    dots = torch.empty(R, dtype=torch.float32, device=device) if h else torch.zeros(R, device=device)
+    dots = gates.new_dots()
     amax = torch.zeros(ends.shape[0], 2 * width, dtype=torch.int32, device=device)
     n = max(32, pow2(units))
     warps = n // 32
     span = cdiv(R, multiprocessors(device) * max(1, RESIDENT_WARPS // warps))
-    h_amax, outer = _outer(h, format)
+    h_amax, outer = gates.outer
     swiglu_gradients_fp8.swiglu_backward_fp8[(cdiv(R, span),)](
-        *_inputs(gate_up, factor, g, g_factor, weights, order, h),
+        *gates.inputs,
         h_amax,
         as_pairs(d),
         codes.view(torch.int64),
@@ -154,37 +143,25 @@ def swiglu_backward_fp8(
         G=pow2(ends.shape[0]),
         num_warps=warps,
         **outer,
-        **_options(gate_up, factor, g_factor, gate_cap, up_cap, h),
+        **gates.options,
     )
     return d, codes, scales, amax.view(torch.float32), dots
 
 
 def swiglu_backward_both(
-    gate_up: Tensor,
-    factor: Tensor | None,
-    g: Tensor,
-    g_factor: Tensor | None,
-    weights: Tensor,
-    order: Tensor,
-    ends: Tensor,
-    gate_cap: float,
-    up_cap: float,
-    h: list[Tensor],
-    format: str,
-    to_format: str,
-    tiles: Tensor | None = None,
+    gates: Gates, to_format: str, tiles: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `fused.swiglu_backward_both`; rows of no expert hold anything."""
-    (R, width), device = g.shape, g.device
+    ends, (R, width), device = gates.ends, gates.g.shape, gates.g.device
     blocks = R // TILE + ends.shape[0]
     if tiles is None:
         tiles = launch_columns.block_table(ends, blocks, TILE)
-    first, second = torch.empty_like(gate_up), torch.empty_like(gate_up)
+    first, second = torch.empty_like(gates.gate_up), torch.empty_like(gates.gate_up)
     fmt, parts = table.get(to_format), width // 32
-    dots = torch.empty(parts, R, dtype=torch.float32, device=device) if h else None
+    dots = torch.empty(parts, R, dtype=torch.float32, device=device) if gates.h else None
     warps = launch_columns.WARPS
     swiglu_gradients_both.swiglu_backward_both[(parts, cdiv(blocks, warps))](
-        *_inputs(gate_up, factor, g, g_factor, weights, order, h),
+        *gates.inputs,
         as_pairs(first),
         as_pairs(second),
         dots,
@@ -197,13 +174,24 @@ def swiglu_backward_both(
         W=warps,
         num_warps=warps,
         maxnreg=128,  # four programs a multiprocessor
-        **_options(gate_up, factor, g_factor, gate_cap, up_cap, h),
+        **gates.options,
     )
     if dots is None:
-        return first, second, torch.zeros(R, device=device)
-    total, n = torch.empty(R, dtype=torch.float32, device=device), 256
-    amax, outer = _outer(h, format)
+        return first, second, gates.new_dots()
+    total, n = gates.new_dots(), 256
+    amax, outer = gates.outer
     swiglu_gradients_both.add_dots[(cdiv(R, n),)](
-        dots, order, amax, total, ends, R, ends.shape[0], PARTS=parts, CODED=amax is not None, N=n, **outer
+        dots,
+        gates.order,
+        amax,
+        total,
+        ends,
+        R,
+        ends.shape[0],
+        PARTS=parts,
+        CODED=gates.coded,
+        N=n,
+        enable_fp_fusion=True,
+        **outer,
     )
     return first, second, total

@@ -14,6 +14,7 @@ from nybble.kernels.cuda import launch_swiglu as by_gates
 from nybble.kernels.cuda.experts_front import BLOCK_TOKENS, gradient_both
 from nybble.kernels.cuda.launch_columns import too_many
 from nybble.kernels.cuda.launch_rows import Draw, Gated
+from nybble.kernels.cuda.launch_swiglu import Gates
 
 
 def swiglu_rows(
@@ -51,37 +52,36 @@ def swiglu_quantize(
     return launch.quantize_tokens(gate_up, format, draw, gated, ends, None)
 
 
-def swiglu_backward(gate_up: Tensor, factor: Tensor | None, g: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+def swiglu_backward(*arguments: Any) -> tuple[Tensor, Tensor]:
     """See the specification."""
-    ends, h = rest[3], rest[6]
-    fits = launch.bf16_rows(gate_up, g) and g.shape[1] % 16 == 0 and ends.numel() > 0
-    fits = fits and _takes_h(h, rest[7], g.shape[1])
-    return (by_gates if fits else plain).swiglu_backward(gate_up, factor, g, *rest)
+    *given, need_gate_up = arguments
+    gates = Gates(*given)
+    if not _fits(gates, 16):
+        return plain.swiglu_backward(*arguments)
+    return by_gates.swiglu_backward(gates, need_gate_up)
 
 
-def swiglu_backward_fp8(
-    gate_up: Tensor, factor: Tensor | None, g: Tensor, *rest: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def swiglu_backward_fp8(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """See the specification."""
-    ends, h, width = rest[3], rest[6], g.shape[1]
-    fits = launch.bf16_rows(gate_up, g) and width % 16 == 0 and ends.numel() > 0
-    fits = fits and _takes_h(h, rest[7], width)
-    return (by_gates if fits else plain).swiglu_backward_fp8(gate_up, factor, g, *rest)
+    gates = Gates(*arguments)
+    return by_gates.swiglu_backward_fp8(gates) if _fits(gates, 16) else plain.swiglu_backward_fp8(*arguments)
 
 
-def swiglu_backward_both(
-    gate_up: Tensor, factor: Tensor | None, g: Tensor, *rest: Any
-) -> tuple[Tensor, Tensor, Tensor]:
+def swiglu_backward_both(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     """See the specification."""
-    ends, h, fmt, width = rest[3], rest[6], table.get(rest[8]), g.shape[1]
-    fits = launch.bf16_rows(gate_up, g) and width % BLOCK_TOKENS == 0 and ends.numel() > 0
-    fits = fits and _takes_h(h, rest[7], width) and fmt.scale == "e8m0" and not fmt.packed
-    if not fits or too_many(1, g.shape[0], BLOCK_TOKENS, ends.shape[0]) is not None:
-        d, dots = swiglu_backward(gate_up, factor, g, *rest[:8], True)
-        return *gradient_both(d, rest[8], None, None, ends, *rest[9:]), dots
-    return by_gates.swiglu_backward_both(gate_up, factor, g, *rest)
+    count = len(Gates._fields)
+    gates, (to_format, *tiles) = Gates(*arguments[:count]), arguments[count:]
+    fmt, ends = table.get(to_format), gates.ends
+    fits = _fits(gates, BLOCK_TOKENS) and fmt.scale == "e8m0" and not fmt.packed
+    if not fits or too_many(1, gates.g.shape[0], BLOCK_TOKENS, ends.shape[0]) is not None:
+        d, dots = swiglu_backward(*gates, True)
+        return *gradient_both(d, to_format, None, None, ends, *tiles), dots
+    return by_gates.swiglu_backward_both(gates, to_format, *tiles)
 
 
-def _takes_h(h: list[Tensor], format: str, width: int) -> bool:
-    """Whether kernels read what the down product took of h."""
-    return (len(h) != 1 or launch.bf16_rows(h[0])) and (len(h) != 3 or launch.holds_rows(format, width))
+def _fits(gates: Gates, step: int) -> bool:
+    """Whether kernels read what is given, of a width that is a multiple of `step`."""
+    width, h = gates.g.shape[1], gates.h
+    fits = launch.bf16_rows(gates.gate_up, gates.g) and width % step == 0 and gates.ends.numel() > 0
+    held = launch.holds_rows(gates.format, width) if gates.coded else not h or launch.bf16_rows(h[0])
+    return fits and held

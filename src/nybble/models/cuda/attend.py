@@ -32,7 +32,8 @@ class Tile:
 
     def options(self) -> dict[str, int | None]:
         """For Triton's launch."""
-        return {"num_warps": self.warps, "num_stages": self.stages, "maxnreg": self.registers}
+        sizes = {"num_warps": self.warps, "num_stages": self.stages, "maxnreg": self.registers}
+        return {**sizes, "enable_fp_fusion": True}
 
 
 # by head size: those that are served
