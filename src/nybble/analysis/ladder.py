@@ -217,16 +217,16 @@ def grouped_products(device: torch.device, each: int, width: int, experts: int) 
     if width <= streamed.SHORT:
         name = f"bf16 product by rows that stream, {width} wide"
         yield rung(name, lambda: streamed.rows_times(a, w, ends, True), rows_name)
-    codes = hopper.row_scaled(*ops.quantize(a, "fp8-row")[:2])
-    weights = hopper.row_scaled(*ops.quantize(w, "fp8-row")[:2])
-    pair = (codes.codes, codes.scales, weights.codes, weights.scales)
+    (x, x_scales, _), (m, m_scales, _) = (ops.quantize(t, "fp8-row") for t in (a, w))
+    codes, weights = hopper.row_scaled(x, x_scales), hopper.row_scaled(m, m_scales)
+    pair = (codes.codes, x_scales.squeeze(-1), weights.codes, m_scales.squeeze(-1))
     name = f"fp8-row grouped product, rows, {width} wide"
     yield rung(name, lambda: hopper.product_of_rows(codes, weights, ends), rows_name)
     yield rung(f"{name}, by torch", lambda: hopper.torch_rows(*pair, ends), rows_name)
     stored, scales = fused.fp8_columns(a, "nearest", None, 0, 0, None, ends)
     stops = fused.token_tiles(ends, tokens)[1]
     held = hopper.row_scaled(stored, scales, stops)
-    same = (held.codes, held.scales) * 2
+    same = (held.codes, scales) * 2
     name = f"fp8-row grouped product, contraction, {width} wide"
     yield rung(name, lambda: hopper.product_of_groups(held, held), groups_name)
     yield rung(f"{name}, by torch", lambda: hopper.torch_groups(*same, stops, torch.bfloat16), groups_name)

@@ -6,7 +6,7 @@ Legend, rounding and what kernels must equal: see `expert_rows.py`.
 import torch
 from torch import Tensor
 
-from nybble.formats import ops, table
+from nybble.formats import ops, outer, table
 from nybble.formats.grouped import group_slices
 
 TILE = 32
@@ -97,7 +97,6 @@ def fp8_columns(
     index: Tensor | None = None,
     factor: Tensor | None = None,
     tiles: Tensor | None = None,  # noqa: ARG001 -- saves kernels work
-    amax: Tensor | None = None,  # noqa: ARG001 -- likewise
 ) -> tuple[Tensor, Tensor]:
     """Rows of x in fp8-row along each group's: codes uint8 [C, P], scales FP32 [G, C].
 
@@ -108,7 +107,6 @@ def fp8_columns(
         x: [T, C]; row r is x[index[r]], or x[r] without an index (int32 [R]).
         factor: FP32 [R], by which rows are multiplied, and rounded to x's dtype.
         tiles: those that `token_tiles` gives, where they are known.
-        amax: FP32 [G, C] of each group's columns as `swiglu_backward_fp8` gives it, likewise.
     """
     x = x if index is None else x.index_select(0, index)
     x = x if factor is None else (x.float() * factor[:, None]).to(x.dtype)
@@ -141,10 +139,49 @@ def fp8_columns_of_codes(
     rows: Tensor | None,
     offs: Tensor,
     tiles: Tensor | None = None,  # noqa: ARG001 -- saves kernels work
+    factor: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The same of codes along the features (outer scale one a row); row r is row index[r] of the codes."""
+    """The same of codes along the features (outer scale one a row); row r is row index[r] of the codes, whose
+    outer scale is multiplied by factor[r] (FP32)."""
     if index is not None:
         codes, scales, amax = (t.index_select(0, index) for t in (codes, scales, amax))
-    shape = [codes.shape[0], codes.shape[1] * (2 if table.get(format).packed else 1)]
-    x = ops.dequantize(codes, scales, amax, format, -1, shape, torch.float32, "row", True)
+    fmt = table.get(format)
+    shape = [codes.shape[0], codes.shape[1] * (2 if fmt.packed else 1)]
+    x = ops.dequantize(codes, scales, amax, format, -1, shape, torch.float32, "row", False)
+    s = outer.decode_scale(fmt, amax)
+    x = x * (s if factor is None else s * factor)[:, None]
     return fp8_columns(x, rounding, key, layer, operand, rows, offs)
+
+
+def transpose_codes(
+    codes: Tensor,
+    offs: Tensor,
+    index: Tensor | None = None,
+    tiles: Tensor | None = None,  # noqa: ARG001 -- saves kernels work
+) -> Tensor:
+    """Codes uint8 [T, C] of rows as columns [C, P], where `fp8_columns` puts those of each group.
+
+    Row r is codes[index[r]], or codes[r] without an index (int32 [R]).
+    """
+    codes = codes if index is None else codes.index_select(0, index)
+    R, C = codes.shape
+    starts = [0, *token_tiles(offs, R)[1].tolist()]
+    out = torch.zeros(C, TILE * (R // TILE + offs.shape[0]), dtype=torch.uint8, device=codes.device)
+    for start, own in zip(starts[:-1], group_slices(offs), strict=True):
+        out[:, start : start + own.stop - own.start] = codes[own].t()
+    return out
+
+
+def gradient_factors(
+    codes: Tensor, scales: Tensor, order: Tensor | None = None, k: int = 1, weights: Tensor | None = None
+) -> Tensor:
+    """FP32 [R]: by what wgrad multiplies the rows of x if it takes codes uint8 [T, C] (fp8-row) of dy.
+
+    That is the scale [T] of dy's row order[r] // k, times weights[order[r]] (FP32 [R]); without `order` the
+    scale of row r. A row of zeros, whose scale is 1, has 0: it must not count in the amax of x's columns.
+    """
+    s = torch.where((codes & 0x7F != 0).any(-1), scales, 0)
+    if order is None:
+        return s
+    pair = order.long()
+    return s[pair // k] if weights is None else weights[pair] * s[pair // k]

@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nybble.formats import ops
-from nybble.formats.grouped import group_slices
 from nybble.kernels import expert_columns
 from nybble.kernels.expert_rows import zero_behind
 
@@ -107,21 +106,14 @@ def swiglu_backward_fp8(
     up_cap: float,
     h: list[Tensor],
     format: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """What `swiglu_backward` gives and what products in fp8-row take of it: (d [R, 2I], its codes uint8
-    [R, 2I] and scales FP32 [R] along the features, amax FP32 [G, 2I] of each group's columns, dots [R]).
-
-    An amax is NaN or infinite where a column holds such.
-    """
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What `swiglu_backward` gives, its gradient at gate and up in fp8-row along the features: (codes uint8
+    [R, 2I], scales FP32 [R], dots [R]). A row of zeros has scale 0, as `gradient_factors` wants it."""
     d, dots = swiglu_backward(
         gate_up, factor, g, g_factor, weights, order, ends, gate_cap, up_cap, h, format, True
     )
     codes, scales, _ = ops.quantize(d, "fp8-row", -1)
-    amax = torch.zeros(ends.shape[0], d.shape[1], device=d.device)
-    for group, own in enumerate(group_slices(ends)):
-        if own.stop > own.start:
-            amax[group] = d[own].abs().amax(0).float()
-    return d, codes, scales.squeeze(-1), amax, dots
+    return codes, expert_columns.gradient_factors(codes, scales.squeeze(-1)), dots
 
 
 def swiglu_backward_both(

@@ -46,6 +46,8 @@ requantize_rows = _op("requantize_rows", expert_columns)
 gradient_both = _op("gradient_both", expert_columns)
 fp8_columns = _op("fp8_columns", expert_columns)
 fp8_columns_of_codes = _op("fp8_columns_of_codes", expert_columns)
+transpose_codes = _op("transpose_codes", expert_columns)
+gradient_factors = _op("gradient_factors", expert_columns)
 
 codes_and_values = _op("codes_and_values", weight_codes)
 
@@ -111,11 +113,9 @@ def _(gate_up, _factor, g, _g_factor, _weights, order, *rest):  # type: ignore[n
 
 
 @swiglu_backward_fp8.register_fake
-def _(gate_up, _factor, _g, _g_factor, _weights, order, ends, *_):  # type: ignore[no-untyped-def]
-    (R, width), groups = gate_up.shape, ends.shape[0]
-    codes = gate_up.new_empty(R, width, dtype=torch.uint8)
-    full = [order.new_empty(shape, dtype=torch.float32) for shape in ((R,), (groups, width), (R,))]
-    return torch.empty_like(gate_up), codes, *full
+def _(gate_up, _factor, _g, _g_factor, _weights, order, *_):  # type: ignore[no-untyped-def]
+    scales, dots = (order.new_empty(order.shape[0], dtype=torch.float32) for _ in range(2))
+    return torch.empty_like(gate_up, dtype=torch.uint8), scales, dots
 
 
 @swiglu_backward_both.register_fake
@@ -156,6 +156,18 @@ def _(x, _rounding, _key, _layer, _operand, _rows, offs, index=None, *_):  # typ
 def _(codes, _scales, _amax, format, index, _rounding, _key, _layer, _operand, _rows, offs, *_):  # type: ignore[no-untyped-def]
     R = codes.shape[0] if index is None else index.shape[0]
     return _empty_columns(codes, R, _width(codes, format), offs)
+
+
+@transpose_codes.register_fake
+def _(codes, offs, index=None, _tiles=None):  # type: ignore[no-untyped-def]
+    R = codes.shape[0] if index is None else index.shape[0]
+    return _empty_columns(codes, R, codes.shape[1], offs)[0]
+
+
+@gradient_factors.register_fake
+def _(codes, _scales, order=None, *_):  # type: ignore[no-untyped-def]
+    R = codes.shape[0] if order is None else order.shape[0]
+    return codes.new_empty(R, dtype=torch.float32)
 
 
 @codes_and_values.register_fake

@@ -34,8 +34,8 @@ class RowScaled:
 
     codes: Tensor
     """E4M3 [..., R, L]."""
-    scales: Tensor
-    """FP32: one a row, [..., R]; of token groups along L, [G, R]."""
+    scales: Tensor | None
+    """FP32: one a row, [..., R]; of token groups along L, [G, R], or None where all are 1."""
     ends: Tensor | None = None
     """int32 [G]: where groups end along L."""
     index: Tensor | None = None
@@ -115,6 +115,8 @@ def product_of_rows(a: RowScaled, w: RowScaled, offs: Tensor) -> Tensor:
     Rows at or beyond offs[-1] may hold anything.
     """
     _check(w.codes.shape[-2:])
+    assert a.scales is not None
+    assert w.scales is not None
     op = _multiply_rows if direct(a.codes) else _product_of_rows
     return op(a.codes, a.scales, w.codes, w.scales, offs, a.index)
 
@@ -122,6 +124,7 @@ def product_of_rows(a: RowScaled, w: RowScaled, offs: Tensor) -> Tensor:
 def product_of_groups(a: RowScaled, b: RowScaled, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """a [N, P] times b [K, P] transposed, over each group of P alone: [G, N, K] in `dtype`, BF16 or FP32."""
     assert a.ends is not None
+    assert b.scales is not None
     _check((a.codes.shape[0], b.codes.shape[0]))
     op = _multiply_groups if direct(a.codes) else _product_of_groups
     return op(a.codes, a.scales, b.codes, b.scales, a.ends, dtype)
@@ -160,9 +163,16 @@ def torch_rows(
 
 
 def torch_groups(
-    a_codes: Tensor, a_scales: Tensor, b_codes: Tensor, b_scales: Tensor, ends: Tensor, dtype: torch.dtype
+    a_codes: Tensor,
+    a_scales: Tensor | None,
+    b_codes: Tensor,
+    b_scales: Tensor,
+    ends: Tensor,
+    dtype: torch.dtype,
 ) -> Tensor:
     """What `launch_fp8.product_of_groups` gives, by torch: rounded to BF16."""
+    if a_scales is None:
+        a_scales = b_scales.new_ones(ends.shape[0], a_codes.shape[0])
     return torch._scaled_grouped_mm(
         a_codes,
         b_codes.t(),
@@ -187,7 +197,7 @@ def _multiply_rows(
 
 
 def _multiply_groups(
-    codes: Tensor, scales: Tensor, b_codes: Tensor, b_scales: Tensor, ends: Tensor, dtype: torch.dtype
+    codes: Tensor, scales: Tensor | None, b_codes: Tensor, b_scales: Tensor, ends: Tensor, dtype: torch.dtype
 ) -> Tensor:
     if own_reason() is not None or codes.shape[1] >= LONGEST:
         return torch_groups(codes, scales, b_codes, b_scales, ends, dtype)

@@ -1,6 +1,6 @@
 """The steps between the products of the backward pass of `fused_experts.py`: operands of dgrad and wgrad."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -8,26 +8,39 @@ from torch import Tensor
 from nybble import formats
 from nybble.formats import Operand as Role
 from nybble.kernels import fused, hopper
-from nybble.layers import gemm, kept
+from nybble.layers import folded, gemm, kept
 from nybble.layers.expert_pass import Pass, coded
-from nybble.layers.operand import FP8, Draw, Values, cast, ends_of, one_read, outer, product
+from nybble.layers.operand import FP8, Codes, Draw, Values, cast, ends_of, one_read, outer, product
 from nybble.layers.weights import Spec
 from nybble.recipes import Operand
+
+
+class Split(NamedTuple):
+    """The operands that dgrad and wgrad take of one gradient, those that are needed."""
+
+    dgrad: Values | None
+    wgrad: Values | None
+    factor: Tensor | None = None
+    """FP32 [R]: by what wgrad multiplies the rows of x, where it takes dgrad's codes."""
 
 
 class Gradients(Pass):
     """A backward pass."""
 
-    def split_dy(self, dy: Tensor, dgrad: bool, wgrad: bool) -> tuple[Values | None, Values | None]:
-        """Operands of dgrad and wgrad of the down product from dy [T, H], those that are needed."""
+    def split_dy(self, dy: Tensor, dgrad: bool, wgrad: bool) -> Split:
+        """Operands of the down product from dy [T, H]."""
         spec = self.plan.down.spec
         rows = self.plan.down.spec.gemms
+        if rows.folds and wgrad:
+            draw = spec.draw(Role.DGRAD_DY, self.key)._replace(rows=self.rows)
+            codes = folded.gradient(dy, rows.dgrad.dy, draw, self.order, self.plan.k, self.weights)
+            return self._folded(codes, spec, dgrad, self.token)
         weight = fused.row_factors(
             self.order, self.ends, self.plan.k, None, "bf16", "one", None, "bf16", self.weights
         )
         if dgrad and wgrad and one_read(rows.dgrad.dy, rows.wgrad.dy):
             a, b = fused.gradient_both(dy, rows.dgrad.dy.format, self.token, weight, self.ends, self.tiles[0])
-            return _plain(a), _plain(b)
+            return Split(_plain(a), _plain(b))
         first = second = None
         if dgrad:
             draw = spec.draw(Role.DGRAD_DY, self.key)._replace(rows=self.rows)
@@ -36,7 +49,17 @@ class Gradients(Pass):
         if wgrad:
             draw = spec.draw(Role.WGRAD_DY, self.key)._replace(rows=self.pairs)
             second = self.columns(dy, rows.wgrad.dy, self.wgrad_dtype(spec), draw, self.token, weight)
-        return first, second
+        return Split(first, second)
+
+    def _folded(self, codes: folded.Gradient, spec: Spec, dgrad: bool, index: Tensor | None) -> Split:
+        """Operands of a product whose wgrad takes dgrad's codes; row r is row index[r] of them, or row r."""
+        first = None
+        if dgrad:
+            first = codes.along(spec.gemms.dgrad.dy, self.dgrad_dtype(spec))
+            first = first if index is None else Values(_take(first.values, index), first.amax)
+        dtype = self.wgrad_dtype(spec)
+        second = codes.across(spec.gemms.wgrad.dy, dtype, self.ends, index, self.tiles)
+        return Split(first, second, codes.factor)
 
     def gate_gradients(
         self,
@@ -47,9 +70,9 @@ class Gradients(Pass):
         h: list[Tensor],
         dgrad: bool,
         wgrad: bool,
-    ) -> tuple[Values | None, Values | None, Tensor]:
-        """Operands of dgrad and wgrad of the up product, those that are needed, and the gradient at the
-        routing weights [R] by pair; arguments as for `fused.swiglu_backward`."""
+    ) -> tuple[Split, Tensor]:
+        """Operands of the up product, and the gradient at the routing weights [R] by pair; arguments as for
+        `fused.swiglu_backward`."""
         arguments = (
             gate_up, factor, g, g_factor, self.weights, self.order, self.ends, *self.caps,
             h, self.plan.down.spec.gemms.fprop.x.format,
@@ -57,28 +80,21 @@ class Gradients(Pass):
         gemms = self.plan.up.spec.gemms
         if dgrad and wgrad and one_read(gemms.dgrad.dy, gemms.wgrad.dy):
             a, b, dots = fused.swiglu_backward_both(*arguments, gemms.dgrad.dy.format, self.tiles[0])
-            return _plain(a), _plain(b), dots
-        if not (dgrad and wgrad and self._up_in_codes()):
-            d_up, dots = fused.swiglu_backward(*arguments, dgrad or wgrad)
-            return *self.split(d_up, dgrad, wgrad), dots
-        spec = self.plan.up.spec
-        d_up, codes, scales, amax, dots = fused.swiglu_backward_fp8(*arguments)
-        first = _plain(hopper.RowScaled(codes.view(FP8), scales))
-        draw = spec.draw(Role.WGRAD_DY, self.key)
-        return first, self.columns(d_up, spec.gemms.wgrad.dy, FP8, draw, amax=amax), dots
+            return Split(_plain(a), _plain(b)), dots
+        if wgrad and gemms.folds and gemms.dgrad.dy.rounding == "nearest":
+            q, scales, dots = fused.swiglu_backward_fp8(*arguments)
+            codes = folded.Gradient(Codes(q, scales.unsqueeze(-1), scales.new_empty(0)), scales)
+            return self._folded(codes, self.plan.up.spec, dgrad, None), dots
+        d_up, dots = fused.swiglu_backward(*arguments, dgrad or wgrad)
+        return self.split(d_up, dgrad, wgrad), dots
 
-    def _up_in_codes(self) -> bool:
-        """Whether both products that take the gradient of the up product multiply its codes, to nearest."""
-        spec = self.plan.up.spec
-        if not self.dgrad_dtype(spec) == self.wgrad_dtype(spec) == FP8:
-            return False
-        operands = (spec.gemms.dgrad.dy, spec.gemms.wgrad.dy)
-        return all(operand.rounding == "nearest" and not operand.hadamard for operand in operands)
-
-    def split(self, d_up: Tensor, dgrad: bool, wgrad: bool) -> tuple[Values | None, Values | None]:
+    def split(self, d_up: Tensor, dgrad: bool, wgrad: bool) -> Split:
         """The same of the up product, from the gradient of its rows."""
         spec = self.plan.up.spec
         rows = spec.gemms
+        if rows.folds and wgrad:
+            draw = spec.draw(Role.DGRAD_DY, self.key)._replace(rows=self.pairs)
+            return self._folded(folded.gradient(d_up, rows.dgrad.dy, draw), spec, dgrad, None)
         first = second = None
         if dgrad:
             draw = spec.draw(Role.DGRAD_DY, self.key)._replace(rows=self.pairs)
@@ -88,7 +104,7 @@ class Gradients(Pass):
             shared = first is not None and spec.shares_dy
             dtype = self.wgrad_dtype(spec)
             second = first if shared else self.columns(d_up, rows.wgrad.dy, dtype, draw)
-        return first, second
+        return Split(first, second)
 
     def columns(
         self,
@@ -98,19 +114,19 @@ class Gradients(Pass):
         draw: Draw,
         index: Tensor | None = None,
         factor: Tensor | None = None,
-        amax: Tensor | None = None,
     ) -> Values:
-        """x as an operand of wgrad; row r is x[index[r]] * factor[r], or x[r]. `amax` of columns, if known,
-        as for `fused.fp8_columns`."""
+        """x as an operand of wgrad; row r is x[index[r]] * factor[r], or x[r]."""
         if dtype == FP8 and not spec.hadamard:
             key = draw.key if spec.rounding == "stochastic" else None
             tiles, tile_ends = self.tiles
             codes, scales = fused.fp8_columns(
                 x, spec.rounding, key, draw.layer, draw.operand, draw.rows, self.ends,
-                index, factor, tiles, amax,
+                index, factor, tiles,
             )  # fmt: skip
             return _plain(hopper.row_scaled(codes, scales, tile_ends))
         rows = x if index is None else fused.gather_rows(x, index, factor)
+        if index is None and factor is not None:
+            rows = (x.float() * factor[:, None]).to(x.dtype)
         return cast(rows, spec, -2, dtype, draw, self.ends)
 
     def wgrad(
@@ -121,8 +137,10 @@ class Gradients(Pass):
         spec: Spec,
         index: Tensor | None,
         dtype: torch.dtype,
+        factor: Tensor | None = None,
     ) -> Tensor:
-        """dy[R,N].T @ x[R,K] over each expert's rows: [E, N, K]; row r of x is row index[r] of `saved`."""
+        """dy[R,N].T @ x[R,K] over each expert's rows: [E, N, K]; row r of x is row index[r] of `saved`, times
+        factor[r]."""
         gemms = spec.gemms
         draw = spec.draw(Role.WGRAD_X, self.key)._replace(rows=self.pairs)
         to = gemms.wgrad.x
@@ -131,15 +149,18 @@ class Gradients(Pass):
         dtype_x, fprop = self.wgrad_dtype(spec), gemms.fprop.x.format
         if coded(gemms) and dtype_x == FP8 and not to.hadamard:
             tiles, tile_ends = self.tiles
-            codes, scales = fused.fp8_columns_of_codes(*saved, fprop, index, *arguments, tiles)
+            codes, scales = fused.fp8_columns_of_codes(*saved, fprop, index, *arguments, tiles, factor)
             x = _plain(hopper.row_scaled(codes, scales, tile_ends))
         elif coded(gemms) and formats.get(to.format).scale == "e8m0" and not to.hadamard:
             x = _plain(fused.requantize_rows(*saved, fprop, index, to.format, *arguments, self.tiles[0]))
         elif not kept.from_codes(gemms):
-            x = self.columns(saved[0], to, dtype_x, draw, index)
+            x = self.columns(saved[0], to, dtype_x, draw, index, factor)
         else:
             saved = saved if index is None else kept.take(saved, gemms, index)
-            x = kept.wgrad_operand(saved, gemms, shape, dtype_x, draw, self.ends)
+            if factor is not None:
+                x = folded.scaled_x(saved, gemms, shape, factor, dtype_x, draw, self.ends)
+            else:
+                x = kept.wgrad_operand(saved, gemms, shape, dtype_x, draw, self.ends)
         scale = product(outer(dy.amax, gemms.wgrad.dy), outer(x.amax, to))
         ends = ends_of(self.ends, to)
         out = gemm.grouped_columns(dy.values, x.values, ends, dtype if scale is None else torch.float32)

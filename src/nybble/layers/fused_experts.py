@@ -82,10 +82,10 @@ class FusedExperts(torch.autograd.Function):
         dx = dweights = dw_up = dw_down = None
         spec = plan.down.spec
         # dy is quantised a token for dgrad, before its routing weight, and a row for wgrad, behind it.
-        a, b = run.split_dy(dy, need_x or need_weights or need_up, need_down)
+        a, b, x_factor = run.split_dy(dy, need_x or need_weights or need_up, need_down)
         if b is not None:
             # GEMM wgrad of down: (w * dy)[R,H].T @ h[R,I] -> dWdown[E,H,I]
-            dw_down = run.wgrad(b, saved_h, h_shape, spec, None, w_down.dtype)
+            dw_down = run.wgrad(b, saved_h, h_shape, spec, None, w_down.dtype, x_factor)
             del b
         if a is not None:
             # GEMM dgrad of down: dy[R,H] @ Wdown[E,H,I] -> g[R,I]
@@ -100,7 +100,7 @@ class FusedExperts(torch.autograd.Function):
                 gate_up, _ = run.up(*run.enter_again(saved_x, x_shape), w_up, factor)
             # dL/dw[r] = <g[r], h[r]>: the outputs of the experts need not be kept.
             h = run.full_h(saved_h, h_shape) if need_weights else []
-            a, b, dots = run.gate_gradients(gate_up, factor, g, g_factor, h, need_x, need_up)
+            (a, b, x_factor), dots = run.gate_gradients(gate_up, factor, g, g_factor, h, need_x, need_up)
             del g, gate_up
             dweights = dots.view(weights.shape).to(weights.dtype) if need_weights else None
             spec = plan.up.spec
@@ -116,5 +116,5 @@ class FusedExperts(torch.autograd.Function):
             if b is not None:
                 # GEMM wgrad of up: d_up[R,2I].T @ x[R,H] -> dWup[E,2I,H]
                 shape = (order.shape[0], x_shape[1])
-                dw_up = run.wgrad(b, saved_x, shape, spec, run.token, w_up.dtype)
+                dw_up = run.wgrad(b, saved_x, shape, spec, run.token, w_up.dtype, x_factor)
         return dx, dweights, dw_up, dw_down, None, None, None, None, None, None

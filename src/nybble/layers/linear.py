@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from nybble.formats import Operand as Role
-from nybble.layers import gemm, kept
+from nybble.layers import folded, gemm, kept
 from nybble.layers.operand import Draw, cast, cast_both, compute_dtype, one_read, outer, product
 from nybble.layers.step import StepState
 from nybble.layers.weight_cache import WeightCache, tag_of
@@ -139,7 +139,9 @@ class _Linear(torch.autograd.Function):
         spec = plan.weight.spec
         gemms = spec.gemms
         dx = dw = dbias = None
-        along = across = None
+        along = across = codes = None
+        if gemms.folds and ctx.needs_input_grad[1]:
+            codes = folded.gradient(dy, gemms.dgrad.dy, plan.draw(Role.DGRAD_DY, key, rows))
         if dy.is_cuda and all(ctx.needs_input_grad[:2]) and one_read(gemms.dgrad.dy, gemms.wgrad.dy):
             dtypes = {
                 compute_dtype(dy.device, gemms.dgrad.dy, gemms.dgrad.w),
@@ -149,20 +151,27 @@ class _Linear(torch.autograd.Function):
                 along, across = cast_both(dy, gemms.dgrad.dy, torch.bfloat16)
         if ctx.needs_input_grad[0]:
             dtype = compute_dtype(dy.device, gemms.dgrad.dy, gemms.dgrad.w)
+            if codes is not None:
+                along = codes.along(gemms.dgrad.dy, dtype)
             a, a_amax = along or cast(dy, gemms.dgrad.dy, -1, dtype, plan.draw(Role.DGRAD_DY, key, rows))
             w, w_amax = plan.weight.dgrad(weight, weight_key, dtype)
             scale = product(outer(a_amax, gemms.dgrad.dy), outer(w_amax, gemms.dgrad.w))
             dx = gemm.matmul(a, w, scale, plan.x_dtype)
         if ctx.needs_input_grad[1]:
             dtype = compute_dtype(dy.device, gemms.wgrad.dy, gemms.wgrad.x)
-            if dx is None or not spec.shares_dy:
+            if codes is not None:
+                a, a_amax = codes.across(gemms.wgrad.dy, dtype)
+            elif dx is None or not spec.shares_dy:
                 draw = plan.draw(Role.WGRAD_DY, key, rows)
                 a, a_amax = across or cast(dy, gemms.wgrad.dy, -2, dtype, draw)
             draw = plan.draw(Role.WGRAD_X, key, rows)
-            b, b_amax = plan.state.kept_inputs.get(
-                saved[0], gemms.wgrad.x, (gemms.fprop.x, ctx.shape, dtype),
-                lambda: kept.wgrad_operand(saved, gemms, ctx.shape, dtype, draw),
-            )  # fmt: skip
+            if codes is not None:
+                b, b_amax = folded.scaled_x(saved, gemms, ctx.shape, codes.factor, dtype, draw)
+            else:
+                b, b_amax = plan.state.kept_inputs.get(
+                    saved[0], gemms.wgrad.x, (gemms.fprop.x, ctx.shape, dtype),
+                    lambda: kept.wgrad_operand(saved, gemms, ctx.shape, dtype, draw),
+                )  # fmt: skip
             scale = product(outer(a_amax, gemms.wgrad.dy), outer(b_amax, gemms.wgrad.x))
             dw = gemm.matmul(a.t(), b, scale, weight.dtype if mean is None else torch.float32)
             if mean is not None:

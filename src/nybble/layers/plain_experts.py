@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from nybble.formats import Operand as Role
-from nybble.layers import gemm, kept
+from nybble.layers import folded, gemm, kept
 from nybble.layers.expert_pass import Plan
 from nybble.layers.operand import Values, cast, compute_dtype, ends_of, outer, product
 from nybble.layers.routing import Route, combine
@@ -73,7 +73,14 @@ class PlainExperts(torch.autograd.Function):
         factor = weights.reshape(-1)[routed.pair()].float().unsqueeze(-1)
         dx = dweights = dw_up = dw_down = None
         spec = plan.down.spec
-        if need_down:
+        codes = None
+        if need_down and spec.gemms.folds:
+            # GEMM wgrad of down: dy[R,H].T @ (w * h)[R,I], on the codes of dgrad
+            draw = spec.draw(Role.DGRAD_DY, key)._replace(rows=rows)
+            by_pair = weights.reshape(-1).float()
+            codes = folded.gradient(dy, spec.gemms.dgrad.dy, draw, order, plan.k, by_pair)
+            dw_down = _wgrad(dy, saved_h, h_shape, spec, key, pairs, ends, w_down.dtype, None, codes, token)
+        elif need_down:
             # GEMM wgrad of down: (w * dy)[R,H].T @ h[R,I] -> dWdown[E,H,I]
             dy_rows = (dy.index_select(0, token).float().mul_(factor)).to(dy.dtype)
             dw_down = _wgrad(dy_rows, saved_h, h_shape, spec, key, pairs, ends, w_down.dtype)
@@ -83,7 +90,10 @@ class PlainExperts(torch.autograd.Function):
             # quantised once a token.
             dgrad = spec.gemms.dgrad
             dtype = compute_dtype(dy.device, dgrad.dy, dgrad.w, "rows", groups)
-            values = cast(dy, dgrad.dy, -1, dtype, spec.draw(Role.DGRAD_DY, key)._replace(rows=rows))
+            if codes is not None:
+                values = codes.along(dgrad.dy, dtype)
+            else:
+                values = cast(dy, dgrad.dy, -1, dtype, spec.draw(Role.DGRAD_DY, key)._replace(rows=rows))
             w = plan.down.dgrad(w_down, weight_key, dtype)
             g = _rows_product(values, routed, dgrad.dy, w, spec, torch.float32, dgrad=True)
             if need_weights:
@@ -106,13 +116,18 @@ class PlainExperts(torch.autograd.Function):
                 gate_up = _rows_product(values, routed, fprop.x, w, spec, ctx.dtype)
             d_up = plan.activation.backward(gate_up, g.mul_(factor)).to(dy.dtype)
             del gate_up, g
-            shared = None
+            shared = codes = None
+            if need_up and spec.gemms.folds:
+                draw = spec.draw(Role.DGRAD_DY, key)._replace(rows=pairs)
+                codes = folded.gradient(d_up, spec.gemms.dgrad.dy, draw)
             if need_x:
                 # GEMM dgrad of up: d_up[R,2I] @ Wup[E,2I,H] -> dx[R,H], then the sum over a token's k rows
                 dgrad = spec.gemms.dgrad
                 dtype = compute_dtype(dy.device, dgrad.dy, dgrad.w, "rows", groups)
                 draw = spec.draw(Role.DGRAD_DY, key)._replace(rows=pairs)
-                values = cast(d_up, dgrad.dy, -1, dtype, draw)
+                values = (
+                    cast(d_up, dgrad.dy, -1, dtype, draw) if codes is None else codes.along(dgrad.dy, dtype)
+                )
                 shared = values if spec.shares_dy else None
                 w = plan.up.dgrad(w_up, weight_key, dtype)
                 scale = _row_scale(values.amax, dgrad.dy, w.amax, dgrad.w, routed)
@@ -123,7 +138,7 @@ class PlainExperts(torch.autograd.Function):
                 # GEMM wgrad of up: d_up[R,2I].T @ x[R,H] -> dWup[E,2I,H]
                 x_rows = kept.take(saved_x, spec.gemms, token)
                 shape = (token.shape[0], x_shape[1])
-                dw_up = _wgrad(d_up, x_rows, shape, spec, key, pairs, ends, w_up.dtype, shared)
+                dw_up = _wgrad(d_up, x_rows, shape, spec, key, pairs, ends, w_up.dtype, shared, codes)
         return dx, dweights, dw_up, dw_down, None, None, None, None, None, None
 
 
@@ -159,14 +174,23 @@ def _wgrad(
     ends: Tensor,
     dtype: torch.dtype,
     shared: Values | None = None,
+    codes: folded.Gradient | None = None,
+    token: Tensor | None = None,
 ) -> Tensor:
-    """dy[R,N].T @ x[R,K] over each expert's rows: [E, N, K]."""
+    """dy[R,N].T @ x[R,K] over each expert's rows: [E, N, K].
+
+    Where dy is in `codes` its row r is row token[r] of them, or row r.
+    """
     wgrad = spec.gemms.wgrad
     compute = compute_dtype(dy.device, wgrad.dy, wgrad.x, "columns", ends.shape[0])
-    draw = spec.draw(Role.WGRAD_DY, key)._replace(rows=pairs)
-    a, a_amax = cast(dy, wgrad.dy, -2, compute, draw, ends) if shared is None else shared
-    draw = spec.draw(Role.WGRAD_X, key)._replace(rows=pairs)
-    b, b_amax = kept.wgrad_operand(saved, spec.gemms, shape, compute, draw, ends)
+    x_draw = spec.draw(Role.WGRAD_X, key)._replace(rows=pairs)
+    if codes is not None:
+        a, a_amax = codes.across(wgrad.dy, compute, ends, token)
+        b, b_amax = folded.scaled_x(saved, spec.gemms, shape, codes.factor, compute, x_draw, ends)
+    else:
+        draw = spec.draw(Role.WGRAD_DY, key)._replace(rows=pairs)
+        a, a_amax = cast(dy, wgrad.dy, -2, compute, draw, ends) if shared is None else shared
+        b, b_amax = kept.wgrad_operand(saved, spec.gemms, shape, compute, x_draw, ends)
     scale = product(outer(a_amax, wgrad.dy), outer(b_amax, wgrad.x))
     ends = ends_of(ends, wgrad.x)
     out = gemm.grouped_columns(a, b, ends, dtype if scale is None else torch.float32)

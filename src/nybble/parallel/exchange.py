@@ -38,13 +38,13 @@ class Exchange:
     def specs(self, up: Spec, down: Spec) -> tuple[Spec, Spec]:
         """The layer's products when x and dy arrive in the formats of their legs: what arrives quantised is
         rounded stochastically along the tokens for wgrad, from the codes of the leg where those are x's
-        own."""
+        own; dy whose codes of dgrad wgrad takes is not rounded again."""
         x, dy = up.gemms.wgrad.x, down.gemms.wgrad.dy
         if _quantised(self.traffic.dispatch) and x.quantised:
             source = "forward" if self._takes_codes(up) else x.source
             x = replace(x, source=source, rounding=_stochastic(x))
             up = up._replace(gemms=up.gemms.override({"wgrad.x": x}))
-        if _quantised(self.traffic.combine_backward) and dy.quantised:
+        if _quantised(self.traffic.combine_backward) and dy.quantised and dy.source == "original":
             dy = replace(dy, rounding=_stochastic(dy))
             down = down._replace(gemms=down.gemms.override({"wgrad.dy": dy}))
         return up, down

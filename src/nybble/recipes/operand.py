@@ -14,7 +14,7 @@ from nybble.errors import RecipeError
 from nybble.formats import table as formats
 
 ROUNDINGS = ("nearest", "stochastic", "eden")
-SOURCES = ("original", "forward")
+SOURCES = ("original", "forward", "dgrad")
 OPERANDS = ("fprop.x", "fprop.w", "dgrad.dy", "dgrad.w", "wgrad.dy", "wgrad.x")
 # One scale a token keeps a token's numbers independent of its batch; a weight is one matrix; along T a scale
 # a token would vary inside the sum over tokens, so the operands of wgrad have one scale a matrix (an expert's
@@ -28,6 +28,10 @@ OUTERS = {
     "wgrad.x": ("matrix", "tensor"),
 }
 FROM_FORWARD = ("dgrad.w", "wgrad.x")
+FROM_DGRAD = "wgrad.dy"
+FOLDS = "fp8-row"
+"""The format of dgrad.dy, wgrad.dy and wgrad.x where wgrad takes dgrad's codes: the scale of each row of dy,
+which is one of the summed axis of wgrad, goes into x before it is rounded."""
 HADAMARD_SIZES = (16, 32, 64, 128)
 SIGNS = ("fixed", "drawn")
 EDEN_FORMATS = ("nvfp4", "nvfp4-pow2")
@@ -47,7 +51,8 @@ class Operand:
     """Granularity of the outer scale of two-level formats: "row" (a token), "matrix" (an expert) or
     "tensor"."""
     source: str = "original"
-    """"original", or "forward": re-rounded from the value that the forward pass used."""
+    """"original"; "forward": re-rounded from the value that the forward pass used; "dgrad": the codes that
+    dgrad multiplies."""
     hadamard: int = 0
     """Size of the Hadamard transform along the summed axis before quantising; 0 for none."""
     signs: str = "fixed"
@@ -72,7 +77,7 @@ class Operand:
             self.format
             + outer
             + {"nearest": "", "stochastic": "~", "eden": "~~"}[self.rounding]
-            + ("<" if self.source == "forward" else "")
+            + {"original": "", "forward": "<", "dgrad": "="}[self.source]
             + ("-mean" if self.subtract_mean else "")
             + (f"+h{self.hadamard}" if self.hadamard else "")
             + ("~" if self.hadamard and self.signs == "drawn" else "")
@@ -97,6 +102,8 @@ def operand(role: str, value: str | Mapping[str, Any]) -> Operand:
         raise RecipeError(
             f"{role} cannot have source 'forward': only {' and '.join(FROM_FORWARD)} were forward tensors"
         )
+    if source == "dgrad" and role != FROM_DGRAD:
+        raise RecipeError(f"{role} cannot have source 'dgrad': only {FROM_DGRAD} is an operand of it too")
     if rounding != "nearest" and row.passthrough:
         raise RecipeError(f"{role} is {name}, which is passed through, so its rounding must be 'nearest'")
     if row.square and not role.endswith(".w"):
@@ -215,10 +222,32 @@ class GemmTable:
             one, other = self.get(a), self.get(b)
             if (one.hadamard, one.signs) != (other.hadamard, other.signs):
                 return f"{a} and {b} are one product, so give both the same hadamard and signs"
+        if self.folds and (fault := self._fold_fault()):
+            return fault
         if self.fprop.x.subtract_mean != self.wgrad.x.subtract_mean:
             return "fprop.x and wgrad.x are one tensor, so give both the same subtract_mean"
         if kind == "experts" and self.fprop.x.subtract_mean:
             return "subtract_mean is for linear layers; leave it out for experts"
+        return ""
+
+    @property
+    def folds(self) -> bool:
+        """Whether wgrad takes dgrad's codes of dy, and x times the scales of their rows."""
+        return self.wgrad.dy.source == "dgrad"
+
+    def _fold_fault(self) -> str:
+        roles = ("dgrad.dy", "wgrad.dy", "wgrad.x")
+        for role in roles:
+            if self.get(role).format != FOLDS or self.get(role).hadamard:
+                return (
+                    f"wgrad.dy has source 'dgrad', for which {', '.join(roles)} must be {FOLDS} without a "
+                    f"Hadamard transform, and {role} is {self.get(role).text()}; change it or leave the "
+                    "source out"
+                )
+        if self.dgrad.dy.rounding != self.wgrad.dy.rounding:
+            return "wgrad.dy has source 'dgrad', so give it the rounding of dgrad.dy"
+        if self.wgrad.x.subtract_mean:
+            return "wgrad.dy has source 'dgrad', which does not go together with subtract_mean"
         return ""
 
     def texts(self) -> tuple[str, ...]:

@@ -9,8 +9,8 @@ from nybble.recipes.recipe import Recipe
 
 _LEGEND = (
     "format:outer scale   ~ stochastic rounding   ~~ MS-EDEN   < re-rounded from the value of the forward "
-    "pass\n-mean the mean over tokens is subtracted   +h16 behind a Hadamard transform of 16   +h128~ with "
-    "drawn signs"
+    "pass   = the codes of dgrad\n-mean the mean over tokens is subtracted   +h16 behind a Hadamard "
+    "transform of 16   +h128~ with drawn signs"
 )
 
 

@@ -112,7 +112,9 @@ def check(
         got = products.product_of_rows(**moved(given, device))
         assert torch.equal(got[:last].cpu(), rows_wanted(case)), "index" in given
     groups = columns_case(sizes, N, C)
-    wanted = columns_wanted(groups)
+    ones = {**groups, "a_scales": torch.ones_like(groups["a_scales"])}
     for dtype in dtypes:
         got = products.product_of_groups(**moved(groups, device), dtype=dtype)
-        assert torch.equal(got.cpu(), wanted.to(dtype)), dtype
+        assert torch.equal(got.cpu(), columns_wanted(groups).to(dtype)), dtype
+        got = products.product_of_groups(**{**moved(groups, device), "a_scales": None}, dtype=dtype)
+        assert torch.equal(got.cpu(), columns_wanted(ones).to(dtype)), dtype

@@ -88,8 +88,9 @@ def test_fp8_products(launches, tmp_path):
     rows = (codes, scales, torch.empty(4, 64, 128).to(FP8), torch.empty(4, 64), ends)
     launch_fp8.product_of_rows(*rows)
     launch_fp8.product_of_rows(*rows, index=torch.zeros(64, dtype=torch.int32))
-    launch_fp8.product_of_groups(codes, torch.empty(4, 64), codes, torch.empty(4, 64), ends, torch.float32)
-    assert len(launches) == 3
+    for scales in (torch.empty(4, 64), None):
+        launch_fp8.product_of_groups(codes, scales, codes, torch.empty(4, 64), ends, torch.float32)
+    assert len(launches) == 4
     check(launches, "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3", tmp_path)
 
 

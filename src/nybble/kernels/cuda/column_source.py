@@ -29,7 +29,7 @@ class Source:
     index: Tensor | None = None
     """int32 [T]: the row of the values or codes that each token is; its own where None."""
     factor: Tensor | None = None
-    """FP32 [T]: what values are multiplied by, and rounded to their dtype."""
+    """FP32 [T]: what values are multiplied by, and rounded to their dtype, or the outer scales of codes."""
     zeros: Tensor | None = None
     """int32 zeros, one a whole column, that its amax may be found in."""
 

@@ -152,7 +152,6 @@ def fp8_columns(
     index: Tensor | None = None,
     factor: Tensor | None = None,
     tiles: Tensor | None = None,
-    amax: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See the specification."""
     R = x.shape[0] if index is None else index.shape[0]
@@ -160,7 +159,7 @@ def fp8_columns(
     if not fits or (factor is not None and x.dtype == torch.float16):  # which kernels read as FP32
         return plain_columns.fp8_columns(x, rounding, key, layer, operand, rows, offs, index, factor)
     draw = Draw.of(rounding, key, layer, operand, rows)
-    return by_columns.fp8_columns(x, draw, offs, index, factor, tiles, amax)
+    return by_columns.fp8_columns(x, draw, offs, index, factor, tiles)
 
 
 def fp8_columns_of_codes(
@@ -176,6 +175,7 @@ def fp8_columns_of_codes(
     rows: Tensor | None,
     offs: Tensor,
     tiles: Tensor | None = None,
+    factor: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See the specification."""
     fmt = table.get(format)
@@ -183,7 +183,33 @@ def fp8_columns_of_codes(
     fits = fmt.scale == "e4m3" and not fmt.square and codes.shape[1] % 8 == 0 and R and offs.numel()
     if not fits or too_many(1, R, BLOCK_TOKENS, offs.shape[0]) is not None:
         return plain_columns.fp8_columns_of_codes(
-            codes, scales, amax, format, index, rounding, key, layer, operand, rows, offs
+            codes, scales, amax, format, index, rounding, key, layer, operand, rows, offs, None, factor
         )
     draw = Draw.of(rounding, key, layer, operand, rows)
-    return by_columns.fp8_columns_of_codes(codes, scales, amax, format, index, draw, offs, tiles)
+    return by_columns.fp8_columns_of_codes(codes, scales, amax, format, index, draw, offs, tiles, factor)
+
+
+def transpose_codes(
+    codes: Tensor, offs: Tensor, index: Tensor | None = None, tiles: Tensor | None = None
+) -> Tensor:
+    """See the specification."""
+    R = codes.shape[0] if index is None else index.shape[0]
+    if not _whole_words(codes) or not R or too_many(1, R, BLOCK_TOKENS, offs.shape[0]) or not offs.numel():
+        return plain_columns.transpose_codes(codes, offs, index)
+    return by_columns.transpose_codes(codes, offs, index, tiles)
+
+
+def gradient_factors(
+    codes: Tensor, scales: Tensor, order: Tensor | None = None, k: int = 1, weights: Tensor | None = None
+) -> Tensor:
+    """See the specification."""
+    if not _whole_words(codes) or (order is not None and not order.numel()):
+        return plain_columns.gradient_factors(codes, scales, order, k, weights)
+    return by_columns.gradient_factors(codes, scales, order, k, weights)
+
+
+def _whole_words(codes: Tensor) -> bool:
+    """Whether kernels read eight codes at a time."""
+    return (
+        codes.numel() > 0 and codes.is_contiguous() and codes.shape[1] % 8 == 0 and codes.data_ptr() % 8 == 0
+    )

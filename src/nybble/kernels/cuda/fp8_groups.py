@@ -85,7 +85,7 @@ def store_group(out, out_ptr, row, N, n, K):
 @gluon.jit
 def use_columns(
     a_scales_ptr, b_scales_ptr, out_ptr, order_ptr, ends_ptr, a_bufs, b_bufs, ready, empty, N, K, tiles,
-    UPPER: gl.constexpr, SORTED: gl.constexpr, STAGES: gl.constexpr,
+    UPPER: gl.constexpr, A_SCALED: gl.constexpr, SORTED: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """One half of the rows of each tile, by four warps."""
     slot = 0
@@ -96,7 +96,9 @@ def use_columns(
             group, begin, end, m, n = group_tile(order_ptr, ends_ptr, t, N, K, SORTED)
             m += HALF * UPPER
             mine = m + gl.arange(0, HALF, layout=LINE)
-            a_scale = gl.load(a_scales_ptr + group * N + mine, mask=mine < N, other=0.0)
+            a_scale = gl.full((HALF,), 1.0, gl.float32, layout=LINE)
+            if A_SCALED:
+                a_scale = gl.load(a_scales_ptr + group * N + mine, mask=mine < N, other=0.0)
             left_scale = line(b_scales_ptr + group * K, n, K)
             right_scale = line(b_scales_ptr + group * K, n + BN, K)
             left, right, slot, phase = multiply(
@@ -131,7 +133,7 @@ def group_size(ends_ptr, g, groups):
 @gluon.jit
 def product_of_groups(
     a_desc,  # E4M3 [N, P], whose tiles end at a column that is said
-    a_scales_ptr,  # FP32 [G, N]
+    a_scales_ptr,  # FP32 [G, N], if A_SCALED
     b_desc,  # E4M3 [K, P], likewise
     b_scales_ptr,  # FP32 [G, K]
     ends_ptr,  # int32 [G], multiples of 32
@@ -142,6 +144,7 @@ def product_of_groups(
     groups,
     tiles,
     G: gl.constexpr,  # groups up to a power of two
+    A_SCALED: gl.constexpr,
     SORTED: gl.constexpr,
     STAGES: gl.constexpr,
 ):
@@ -159,11 +162,11 @@ def product_of_groups(
         [
             (use_columns, (
                 a_scales_ptr, b_scales_ptr, out_ptr, order_ptr, ends_ptr, a_bufs, b_bufs, ready, empty, N, K,
-                tiles, 0, SORTED, STAGES,
+                tiles, 0, A_SCALED, SORTED, STAGES,
             )),
             (use_columns, (
                 a_scales_ptr, b_scales_ptr, out_ptr, order_ptr, ends_ptr, a_bufs, b_bufs, ready, empty, N, K,
-                tiles, 1, SORTED, STAGES,
+                tiles, 1, A_SCALED, SORTED, STAGES,
             )),
             (bring_columns, (
                 a_desc, b_desc, order_ptr, ends_ptr, a_bufs, b_bufs, ready, empty, N, K, tiles, SORTED,

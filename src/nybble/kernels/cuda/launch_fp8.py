@@ -62,12 +62,17 @@ def product_of_rows(
 
 
 def product_of_groups(
-    a_codes: Tensor, a_scales: Tensor, b_codes: Tensor, b_scales: Tensor, ends: Tensor, dtype: torch.dtype
+    a_codes: Tensor,
+    a_scales: Tensor | None,
+    b_codes: Tensor,
+    b_scales: Tensor,
+    ends: Tensor,
+    dtype: torch.dtype,
 ) -> Tensor:
     """E4M3 [N, P] times E4M3 [K, P] transposed over each group of P alone: [G, N, K] in `dtype`.
 
-    Groups end at `ends` (int32 [G]), multiples of 32; scales are [G, N] and [G, K]. N, K and P are multiples
-    of 16.
+    Groups end at `ends` (int32 [G]), multiples of 32; scales are [G, N], or None for ones, and [G, K]. N, K
+    and P are multiples of 16.
     """
     N, K, G = a_codes.shape[0], b_codes.shape[0], ends.shape[0]
     out = torch.empty(G, N, K, dtype=dtype, device=a_codes.device)
@@ -76,7 +81,7 @@ def product_of_groups(
     tiles = G * cdiv(N, BM) * cdiv(K, 2 * BN)
     fp8_groups.product_of_groups[(min(multiprocessors(out.device), tiles),)](
         _ending_columns(a_codes, BM),
-        a_scales.contiguous(),
+        None if a_scales is None else a_scales.contiguous(),
         _ending_columns(b_codes, 2 * BN),
         b_scales.contiguous(),
         ends,
@@ -87,6 +92,7 @@ def product_of_groups(
         G,
         tiles,
         G=pow2(G),
+        A_SCALED=a_scales is not None,
         SORTED=G <= SORT_LIMIT,
         STAGES=STAGES,
         num_warps=WARPS,

@@ -8,11 +8,11 @@ from torch import Tensor
 from nybble.formats import table
 from nybble.kernels.cuda import front, launch_columns, swiglu_gradients_both, swiglu_gradients_fp8
 from nybble.kernels.cuda import swiglu_gradients as kernel
-from nybble.kernels.cuda.column_source import TILE, as_source
+from nybble.kernels.cuda.column_source import TILE
 from nybble.kernels.cuda.jit import cdiv, multiprocessors, use_asm
+from nybble.kernels.cuda.launch_expert_columns import gradient_factors
 from nybble.kernels.cuda.launch_experts import as_pairs
 from nybble.kernels.cuda.launch_rows import SCALES, pow2
-from nybble.kernels.cuda.launch_whole_columns import measure_columns
 
 WHOLE_ROW = 512
 """Units of eight elements that a program holds of a row."""
@@ -105,22 +105,17 @@ def swiglu_backward(gates: Gates, need_gate_up: bool) -> tuple[Tensor, Tensor]:
     return d, dots
 
 
-def swiglu_backward_fp8(gates: Gates) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def swiglu_backward_fp8(gates: Gates) -> tuple[Tensor, Tensor, Tensor]:
     """See `fused.swiglu_backward_fp8`; rows of no expert hold anything."""
     ends, (R, width), device = gates.ends, gates.g.shape, gates.g.device
     units = width // 8
     if units > WHOLE_ROW:
         d, dots = swiglu_backward(gates, True)
         codes, scales, _ = front.quantize(d, "fp8-row", -1)
-        source = as_source(d)
-        tiles = launch_columns.block_table(ends, R // TILE + ends.shape[0], TILE, 1)
-        amax = measure_columns(source, tiles, ends)
-        return d, codes, scales.squeeze(-1), amax.view(torch.float32), dots
-    d = torch.empty_like(gates.gate_up)
+        return codes, gradient_factors(codes, scales.squeeze(-1), None, 1, None), dots
     codes = torch.empty(R, 2 * width, dtype=torch.uint8, device=device)
     scales = torch.empty(R, dtype=torch.float32, device=device)
     dots = gates.new_dots()
-    amax = torch.zeros(ends.shape[0], 2 * width, dtype=torch.int32, device=device)
     n = max(32, pow2(units))
     warps = n // 32
     span = cdiv(R, multiprocessors(device) * max(1, RESIDENT_WARPS // warps))
@@ -128,10 +123,8 @@ def swiglu_backward_fp8(gates: Gates) -> tuple[Tensor, Tensor, Tensor, Tensor, T
     swiglu_gradients_fp8.swiglu_backward_fp8[(cdiv(R, span),)](
         *gates.inputs,
         h_amax,
-        as_pairs(d),
         codes.view(torch.int64),
         scales,
-        amax,
         dots,
         ends,
         R,
@@ -140,12 +133,11 @@ def swiglu_backward_fp8(gates: Gates) -> tuple[Tensor, Tensor, Tensor, Tensor, T
         ends.shape[0],
         cdiv(width, 16),
         N=n,
-        G=pow2(ends.shape[0]),
         num_warps=warps,
         **outer,
         **gates.options,
     )
-    return d, codes, scales, amax.view(torch.float32), dots
+    return codes, scales, dots
 
 
 def swiglu_backward_both(

@@ -69,8 +69,8 @@ def load_sources(
     """(raws, sfs, sdecs) of eight features of eight tokens: pairs, FP32, or codes and their scales.
 
     `x_start` (int64) is the element of x where its token 0 begins; codes are those of its row `row`. With
-    HAS_INDEX either is that of row index[row]. With HAS_FACTOR x is times factor[row], in its own type.
-    Tokens from `count` on are 0.
+    HAS_INDEX either is that of row index[row]. With HAS_FACTOR x is times factor[row], in its own type, or
+    the outer scale of the codes is. Tokens from `count` on are 0.
     """
     raws = ()
     sfs = ()
@@ -96,6 +96,11 @@ def load_sources(
                 tall = i if SCALE_ROWS == 1 else (row + i) // SCALE_ROWS
                 sf = load_factor(scales_ptr, tall * per_row, mask, ASM)
             s_dec = tl.load(sdec_ptr + at, mask=mask, other=0.0) if SDEC_ROWS else tl.load(sdec_ptr)
+            if HAS_FACTOR:
+                s_dec *= tl.load(factor_ptr + (row + i), mask=mask, other=0.0)
+                # Magnitudes are of positive scales: the sign goes to the codes.
+                word ^= (bits(s_dec) >> 31) * 0x88888888
+                s_dec = tl.abs(s_dec)
             raws = raws + ((word,),)
             sfs = sfs + (sf,)
             sdecs = sdecs + (s_dec,)

@@ -61,7 +61,7 @@ def swiglu_backward(*arguments: Any) -> tuple[Tensor, Tensor]:
     return by_gates.swiglu_backward(gates, need_gate_up)
 
 
-def swiglu_backward_fp8(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def swiglu_backward_fp8(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     """See the specification."""
     gates = Gates(*arguments)
     return by_gates.swiglu_backward_fp8(gates) if _fits(gates, 16) else plain.swiglu_backward_fp8(*arguments)

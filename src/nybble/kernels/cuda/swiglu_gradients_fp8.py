@@ -3,7 +3,6 @@
 Legend: see `expert_passes.py`. A thread has eight gates, and the eight values that they belong to.
 """
 # mypy: ignore-errors
-# ruff: noqa: RUF005 -- Triton adds tuples but does not unpack them
 
 import triton
 import triton.language as tl
@@ -14,15 +13,12 @@ from nybble.kernels.cuda.finish_rows import e4m3_words
 from nybble.kernels.cuda.nvfp4 import nvfp4_factor
 from nybble.kernels.cuda.registers import (
     floats,
-    join8,
     magnitude,
     magnitude_bits,
     max_magnitudes,
-    max_pairs,
-    pair_bits,
     split4,
 )
-from nybble.kernels.cuda.stores import bf16_pairs, store_pairs
+from nybble.kernels.cuda.stores import bf16_pairs
 from nybble.kernels.cuda.swiglu_gradients import dot_of_codes, gate_gradients, outer_scale, times_factor
 
 
@@ -95,19 +91,6 @@ def pairs_of(p):
     return split4(p.to(tl.uint32, bitcast=True))
 
 
-@triton.jit
-def add_maxima(amax_ptr, group, most, units, u, inside):
-    """Maxima of eight BF16 pairs a thread, of gate's columns and of up's, into the amaxes of a group."""
-    for half in tl.static_range(2):
-        columns = ()
-        for k in tl.static_range(4):
-            columns = columns + pair_bits(most[4 * half + k])
-        t = join8(columns).to(tl.int32)
-        to = amax_ptr + (group.to(tl.int64) * 2 + half) * units * 8
-        at = u[:, None] * 8 + tl.arange(0, 8)[None, :]
-        tl.atomic_max(to + at, t, mask=inside[:, None] & (t > 0), sem="relaxed")
-
-
 @triton.jit(do_not_specialize=["rows", "span", "units", "groups", "scale_columns"])
 def swiglu_backward_fp8(
     x_ptr,  # as for `swiglu_backward_rows`, up to d
@@ -119,10 +102,8 @@ def swiglu_backward_fp8(
     h_ptr,
     h_scales_ptr,
     h_amax_ptr,
-    d_ptr,
     codes_ptr,  # int64, eight E4M3 [R, 2I] each: d in fp8-row
-    scales_ptr,  # FP32 [R]
-    amax_ptr,  # int32 [G, 2I], zeros on entry: bits of the largest |d| of each column of a group
+    scales_ptr,  # FP32 [R], 0 for rows of zeros
     dot_ptr,
     ends_ptr,
     rows,
@@ -138,16 +119,11 @@ def swiglu_backward_fp8(
     HAS_G_FACTOR: tl.constexpr,
     DOT: tl.constexpr,
     N: tl.constexpr,
-    G: tl.constexpr,
     ASM: tl.constexpr,
 ):
-    """`swiglu_backward_rows`, its result in codes too, and the amax of its columns.
-
-    A row is loaded while the one before it is computed, and maxima wait in registers for the end of a group.
-    """
+    """`swiglu_backward_rows`, its result in codes. A row is loaded while the one before it is computed."""
     row = tl.program_id(0) * span
     stop = tl.minimum(row + span, rows)
-    every = tl.load(ends_ptr + tl.arange(0, G), mask=tl.arange(0, G) < groups, other=2147483647)
     behind = tl.load(ends_ptr + groups - 1)
     last = tl.minimum(stop, behind) - 1
     u = tl.arange(0, N)
@@ -163,66 +139,50 @@ def swiglu_backward_fp8(
         weight = tl.load(weights_ptr + pair)
         next_pair = tl.load(order_ptr + tl.minimum(row + 1, last))
         while row <= last:
-            group = tl.sum((every <= row).to(tl.int32), axis=0)
-            last_of_group = tl.minimum(tl.load(ends_ptr + group) - 1, last)
-            most = ()
-            for _ in tl.static_range(8):
-                most = most + (tl.zeros((N,), tl.uint32),)
-            while row <= last_of_group:
-                at = tl.minimum(row + 1, last)
-                next_gate, next_up, next_g, next_h, next_sf = load_gated_row(
-                    x_ptr, g_ptr, h_ptr, h_scales_ptr, at, u, inside & (row < last), units, scale_columns, DOT
-                )
-                next_factor, next_g_factor, next_amax = row_scalars(
-                    factor_ptr, g_factor_ptr, h_amax_ptr, at, AMAX_ROWS, HAS_FACTOR, HAS_G_FACTOR, DOT
-                )
-                next_weight = tl.load(weights_ptr + next_pair)
-                later_pair = tl.load(order_ptr + tl.minimum(row + 2, last))
+            at = tl.minimum(row + 1, last)
+            next_gate, next_up, next_g, next_h, next_sf = load_gated_row(
+                x_ptr, g_ptr, h_ptr, h_scales_ptr, at, u, inside & (row < last), units, scale_columns, DOT
+            )
+            next_factor, next_g_factor, next_amax = row_scalars(
+                factor_ptr, g_factor_ptr, h_amax_ptr, at, AMAX_ROWS, HAS_FACTOR, HAS_G_FACTOR, DOT
+            )
+            next_weight = tl.load(weights_ptr + next_pair)
+            later_pair = tl.load(order_ptr + tl.minimum(row + 2, last))
 
-                g = times_factor(floats(pairs_of(g_raw), True), g_factor, HAS_G_FACTOR)
-                dots = tl.zeros((N,), tl.float32)
-                if DOT > 0:
-                    if DOT == 1:
-                        values = floats(pairs_of(h), True)
-                        for j in tl.static_range(8):
-                            dots += g[j] * values[j]
-                    else:
-                        word = h.to(tl.uint32, bitcast=True)
-                        dots = dot_of_codes(dots, g, word, nvfp4_factor(sf.to(tl.uint32), ASM), ASM)
-                dgate, dup = gate_gradients(
-                    pairs_of(gate), pairs_of(up), g, factor, weight, HAS_FACTOR, GATE_CAP, UP_CAP, ASM
-                )
-                dgate = bf16_pairs(dgate, 4, ASM)
-                dup = bf16_pairs(dup, 4, ASM)
-                base = row.to(tl.int64) * units
-                store_pairs(d_ptr + base * 8, u * 8, dgate, inside, 4)
-                store_pairs(d_ptr + base * 8 + units * 4, u * 8, dup, inside, 4)
-                more = ()
-                for k in tl.static_range(4):
-                    more = more + (max_pairs(most[k], dgate[k], ASM),)
-                for k in tl.static_range(4):
-                    more = more + (max_pairs(most[4 + k], dup[k], ASM),)
-                most = more
-
-                m = max_magnitudes(magnitude(dgate, True, ASM), magnitude(dup, True, ASM), True, ASM)
-                m = tl.where(inside, magnitude_bits(m, True), 0).to(tl.int32)
-                if DOT > 0:
-                    dot, t = tl.reduce((dots, m), 0, sum_and_maximum)
-                    tl.store(dot_ptr + pair, dot * outer_scale(h_amax, OUTER_MAX) if DOT == 2 else dot)
+            g = times_factor(floats(pairs_of(g_raw), True), g_factor, HAS_G_FACTOR)
+            dots = tl.zeros((N,), tl.float32)
+            if DOT > 0:
+                if DOT == 1:
+                    values = floats(pairs_of(h), True)
+                    for j in tl.static_range(8):
+                        dots += g[j] * values[j]
                 else:
-                    t = tl.max(m, axis=0)
-                t = t.to(tl.uint32)
-                mul = rule.fp32_multiplier(value(t + tl.zeros((N,), tl.uint32)))
-                scale = tl.where(t >= rule.INFINITE, float("nan"), rule.reciprocal(mul, ASM))
-                tl.store(scales_ptr + row + u * 0, scale, mask=u == 0)
-                tl.store(codes_ptr + base * 2 + u, eight_codes(dgate, mul, t, ASM), mask=inside)
-                tl.store(codes_ptr + base * 2 + units + u, eight_codes(dup, mul, t, ASM), mask=inside)
+                    word = h.to(tl.uint32, bitcast=True)
+                    dots = dot_of_codes(dots, g, word, nvfp4_factor(sf.to(tl.uint32), ASM), ASM)
+            dgate, dup = gate_gradients(
+                pairs_of(gate), pairs_of(up), g, factor, weight, HAS_FACTOR, GATE_CAP, UP_CAP, ASM
+            )
+            dgate = bf16_pairs(dgate, 4, ASM)
+            dup = bf16_pairs(dup, 4, ASM)
+            m = max_magnitudes(magnitude(dgate, True, ASM), magnitude(dup, True, ASM), True, ASM)
+            m = tl.where(inside, magnitude_bits(m, True), 0).to(tl.int32)
+            if DOT > 0:
+                dot, t = tl.reduce((dots, m), 0, sum_and_maximum)
+                tl.store(dot_ptr + pair, dot * outer_scale(h_amax, OUTER_MAX) if DOT == 2 else dot)
+            else:
+                t = tl.max(m, axis=0)
+            t = t.to(tl.uint32)
+            mul = rule.fp32_multiplier(value(t + tl.zeros((N,), tl.uint32)))
+            scale = tl.where(t >= rule.INFINITE, float("nan"), rule.reciprocal(mul, ASM))
+            tl.store(scales_ptr + row + u * 0, tl.where(t == 0, 0.0, scale), mask=u == 0)
+            base = row.to(tl.int64) * units
+            tl.store(codes_ptr + base * 2 + u, eight_codes(dgate, mul, t, ASM), mask=inside)
+            tl.store(codes_ptr + base * 2 + units + u, eight_codes(dup, mul, t, ASM), mask=inside)
 
-                gate, up, g_raw, h, sf = next_gate, next_up, next_g, next_h, next_sf
-                factor, g_factor, h_amax = next_factor, next_g_factor, next_amax
-                pair, weight, next_pair = next_pair, next_weight, later_pair
-                row += 1
-            add_maxima(amax_ptr, group, most, units, u, inside)
+            gate, up, g_raw, h, sf = next_gate, next_up, next_g, next_h, next_sf
+            factor, g_factor, h_amax = next_factor, next_g_factor, next_amax
+            pair, weight, next_pair = next_pair, next_weight, later_pair
+            row += 1
     if DOT > 0:
         row = tl.maximum(tl.program_id(0) * span, behind)
         while row < stop:
