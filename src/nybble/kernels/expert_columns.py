@@ -6,7 +6,7 @@ Legend, rounding and what kernels must equal: see `expert_rows.py`.
 import torch
 from torch import Tensor
 
-from nybble.formats import ops, outer, table
+from nybble.formats import e4m3, ops, outer, table
 from nybble.formats.grouped import group_slices
 
 TILE = 32
@@ -110,6 +110,20 @@ def fp8_columns(
     """
     x = x if index is None else x.index_select(0, index)
     x = x if factor is None else (x.float() * factor[:, None]).to(x.dtype)
+    return _columns(x, x, rounding, key, layer, operand, rows, offs)
+
+
+def _columns(
+    x: Tensor,
+    top: Tensor,
+    rounding: str,
+    key: Tensor | None,
+    layer: int,
+    operand: int,
+    rows: Tensor | None,
+    offs: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """`fp8_columns` of x [R, C] by the amax of the columns of `top` [R, C], which is that of x or above."""
     R, C = x.shape
     starts, groups = [0, *token_tiles(offs, R)[1].tolist()], offs.shape[0]
     codes = torch.zeros(C, TILE * (R // TILE + groups), dtype=torch.uint8, device=x.device)
@@ -118,10 +132,13 @@ def fp8_columns(
     for g, own in enumerate(group_slices(offs)):
         size = own.stop - own.start
         if size > 0:
+            # One row more, of the amaxes, decides the scales.
+            values = torch.cat([x[own], top[own].abs().amax(0).to(x.dtype)[None]])
             part, scale, _ = ops.quantize(
-                x[own], "fp8-row", -2, rounding, "tensor", key, layer, operand, names[own]
-            )
-            codes[:, starts[g] : starts[g] + size] = part
+                values, "fp8-row", -2, rounding, "tensor", key, layer, operand,
+                torch.cat([names[own], names[own][:1]]),
+            )  # fmt: skip
+            codes[:, starts[g] : starts[g] + size] = part[:, :-1]
             scales[g] = scale[:, 0]
     return codes, scales
 
@@ -141,16 +158,22 @@ def fp8_columns_of_codes(
     tiles: Tensor | None = None,  # noqa: ARG001 -- saves kernels work
     factor: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The same of codes along the features (outer scale one a row); row r is row index[r] of the codes, whose
-    outer scale is multiplied by factor[r] (FP32)."""
+    """The same of NVFP4 codes along the features (outer scale one a row); row r is row index[r] of the codes,
+    whose outer scale is multiplied by factor[r] (FP32).
+
+    The amax of a column is not looked for in its codes: it is what 6, the largest, would stand for in the
+    largest block that the column goes through. That is a few times as much, and E4M3 has exponents to spare:
+    a code that is not 0 stands for a twelfth of what 6 does.
+    """
     if index is not None:
         codes, scales, amax = (t.index_select(0, index) for t in (codes, scales, amax))
     fmt = table.get(format)
     shape = [codes.shape[0], codes.shape[1] * (2 if fmt.packed else 1)]
-    x = ops.dequantize(codes, scales, amax, format, -1, shape, torch.float32, "row", False)
     s = outer.decode_scale(fmt, amax)
-    x = x * (s if factor is None else s * factor)[:, None]
-    return fp8_columns(x, rounding, key, layer, operand, rows, offs)
+    s = (s if factor is None else s * factor)[:, None]
+    x = ops.dequantize(codes, scales, amax, format, -1, shape, torch.float32, "row", False) * s
+    top = (e4m3.decode(scales) * fmt.element_max * s.abs()).repeat_interleave(16, 1)[:, : shape[1]]
+    return _columns(x, top, rounding, key, layer, operand, rows, offs)
 
 
 def transpose_codes(

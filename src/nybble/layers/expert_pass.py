@@ -10,10 +10,7 @@ from nybble.formats import Operand as Role
 from nybble.kernels import fused
 from nybble.layers import gemm, kept
 from nybble.layers.activation import Activation
-from nybble.layers.operand import (
-    Codes,
-    compute_dtype,
-)
+from nybble.layers.operand import Codes, compute_dtype, token_scaled
 from nybble.layers.routing import Route
 from nybble.layers.weights import Spec, Weight
 from nybble.recipes import GemmTable, Operand
@@ -168,12 +165,4 @@ class Pass:
 def coded(gemms: GemmTable) -> bool:
     """NVFP4 with an outer scale a token whose codes are kept: what the fused quantisers make."""
     fx = gemms.fprop.x
-    fmt = formats.get(fx.format)
-    eden = fx.rounding == "eden"
-    return (
-        kept.from_codes(gemms)
-        and fmt.scale == "e4m3"
-        and not fmt.outer_pow2
-        and fx.outer == "row"
-        and not eden
-    )
+    return kept.from_codes(gemms) and token_scaled(fx) and fx.rounding != "eden"

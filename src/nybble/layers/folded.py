@@ -11,7 +11,18 @@ from torch import Tensor
 
 from nybble.kernels import direct, fused, hopper
 from nybble.layers import kept
-from nybble.layers.operand import FP8, Codes, Draw, Values, cast, decode, encode, outer
+from nybble.layers.operand import (
+    FP8,
+    Codes,
+    Draw,
+    Values,
+    cast,
+    decode,
+    encode,
+    outer,
+    recast_columns,
+    token_scaled,
+)
 from nybble.recipes import GemmTable, Operand
 
 
@@ -75,6 +86,8 @@ def scaled_x(
     x = saved[0]
     if kept.from_codes(gemms):
         fx, codes = gemms.fprop.x, Codes(*saved)
+        if ends is not None and token_scaled(fx):
+            return recast_columns(codes, fx, gemms.wgrad.x, dtype, draw, ends, factor)
         s = outer(codes.amax, fx)
         x = decode(codes, fx, -1, shape, torch.float32)
         x = x * (factor if s is None else s * factor)[:, None]

@@ -114,6 +114,28 @@ def _by_columns(spec: Operand, axis: int, offs: Tensor | None) -> bool:
     return offs is not None and axis == -2 and spec.format == hopper.FORMAT
 
 
+def token_scaled(spec: Operand) -> bool:
+    """NVFP4 whose outer scale is one a token, not a power of two."""
+    fmt = formats.get(spec.format)
+    return fmt.scale == "e4m3" and not fmt.outer_pow2 and spec.outer == "row"
+
+
+def recast_columns(
+    codes: Codes,
+    spec: Operand,
+    to: Operand,
+    dtype: torch.dtype,
+    draw: Draw,
+    offs: Tensor,
+    factor: Tensor | None = None,
+) -> Values:
+    """Codes [T, C] of `token_scaled` operands, times `factor` [T], rounded to fp8-row along each group."""
+    stored, scales = fused.fp8_columns_of_codes(
+        *codes, spec.format, None, to.rounding, *_draw(to, draw), offs, None, factor
+    )
+    return _columns(stored, scales, offs, codes.codes.shape[0], dtype)
+
+
 def _columns(codes: Tensor, scales: Tensor, offs: Tensor, rows: int, dtype: torch.dtype) -> Values:
     """Values of what `nybble::fp8_columns` gave of `rows` rows."""
     none = codes.new_empty(0, dtype=torch.float32)
@@ -224,6 +246,9 @@ def recast(
         )  # fmt: skip
         return Values(blackwell.coded(new, scales, to.format, tuple(shape), to_axis, offs), amax)
     if _by_columns(to, to_axis, offs):
+        assert offs is not None
+        if axis == -1 and token_scaled(spec):
+            return recast_columns(codes, spec, to, dtype, draw, offs)
         return cast(
             decode(codes, spec, axis, shape, torch.float32, apply_outer=True), to, to_axis, dtype, draw, offs
         )

@@ -1,6 +1,6 @@
 """The largest magnitude of whole columns, of matrices or of token groups.
 
-Tiles as in `columns.py`: a warp takes 32 tokens x 64 features at a time.
+Tiles as in `columns.py`: a warp takes 32 tokens x 64 features at a time. A bound of it needs no codes.
 """
 # mypy: ignore-errors
 # ruff: noqa: RUF005 -- Triton adds tuples but does not unpack them
@@ -8,6 +8,8 @@ Tiles as in `columns.py`: a warp takes 32 tokens x 64 features at a time.
 import triton
 import triton.language as tl
 
+from nybble.kernels.cuda.elements import bits
+from nybble.kernels.cuda.nvfp4 import load_e4m3
 from nybble.kernels.cuda.registers import join8, umax
 from nybble.kernels.cuda.sources import block_bounds, load_sources, tile_maxima
 
@@ -106,3 +108,58 @@ def column_amax(
                 cleared = cleared + (most[j] * 0,)
             most = cleared
     add_maxima(amax_ptr, matrix + tl.zeros((1, 1), tl.int64), most, columns, True, 1, 4 * W)
+
+
+@triton.jit(do_not_specialize=["blocks"])
+def column_bounds(
+    scales_ptr,  # uint8 [T, C / 16], E4M3: block scales of NVFP4 codes
+    sdec_ptr,  # FP32 [T]
+    amax_ptr,  # int32 [G, C], zeros on entry: FP32 bits, NaN above Inf
+    start_ptr,  # of each tile of 32 rows: its first row,
+    count_ptr,  # its rows, -1 for padding,
+    group_ptr,  # and its group
+    index_ptr,  # int32 [R]: row of the codes that each row is, if HAS_INDEX
+    factor_ptr,  # FP32 [R]: of their outer scales, if HAS_FACTOR
+    columns,
+    blocks,
+    HAS_INDEX: tl.constexpr,
+    HAS_FACTOR: tl.constexpr,
+    CB: tl.constexpr,  # block scales of a row that a program reads
+    W: tl.constexpr,  # tiles of a program
+    ASM: tl.constexpr,
+):
+    """What 6, the largest code, stands for in the largest blocks: an upper bound of the amax of columns."""
+    begin = tl.program_id(1) * W
+    n = tl.arange(0, W * 32)
+    tile = begin + n // 32
+    has_tile = tile < blocks
+    row = tl.load(start_ptr + tile, mask=has_tile, other=0) + n % 32
+    inside = n % 32 < tl.load(count_ptr + tile, mask=has_tile, other=0)
+    at = row
+    if HAS_INDEX:
+        at = tl.load(index_ptr + row, mask=inside, other=0)
+    s = tl.load(sdec_ptr + at, mask=inside, other=0.0)
+    if HAS_FACTOR:
+        s = tl.abs(s * tl.load(factor_ptr + row, mask=inside, other=0.0))
+    per_row = (columns + 15) >> 4
+    c = tl.program_id(0) * CB + tl.arange(0, CB)
+    scale = load_e4m3(
+        scales_ptr,
+        at.to(tl.int64)[:, None] * per_row + c[None, :],
+        inside[:, None] & (c < per_row)[None, :],
+        ASM,
+    )
+    top = (bits((scale * 6.0) * s[:, None]) & 0x7FFFFFFF).to(tl.int32)
+    top = tl.max(tl.reshape(top, (W, 32, CB)), axis=1)
+    column = (c[:, None] * 16 + tl.arange(0, 16)[None, :])[None]
+    first = tl.load(group_ptr + begin)
+    if first == tl.load(group_ptr + tl.minimum(begin + W, blocks) - 1):
+        t = tl.max(top, axis=0)[None, :, None] + tl.zeros((1, CB, 16), tl.int32)
+        ok = (column < columns) & (t > 0)
+        tl.atomic_max(amax_ptr + (first.to(tl.int64) * columns + column), t, mask=ok, sem="relaxed")
+    else:
+        w = begin + tl.arange(0, W)
+        group = tl.load(group_ptr + w, mask=w < blocks, other=0).to(tl.int64)[:, None, None]
+        t = top[:, :, None] + tl.zeros((W, CB, 16), tl.int32)
+        ok = (column < columns) & (t > 0)
+        tl.atomic_max(amax_ptr + (group * columns + column), t, mask=ok, sem="relaxed")

@@ -12,6 +12,7 @@ from nybble.kernels.cuda.column_source import TILE, Source, as_source
 from nybble.kernels.cuda.jit import cdiv, use_asm
 from nybble.kernels.cuda.launch_decode import row_decode_scales
 from nybble.kernels.cuda.launch_rows import Draw
+from nybble.kernels.cuda.launch_whole_columns import bound_columns
 
 
 def token_tiles(offs: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
@@ -88,8 +89,11 @@ def fp8_columns_of_codes(
     """See `fused.fp8_columns_of_codes`."""
     zeros = torch.empty(offs.shape[0], codes.shape[1] * 2, dtype=torch.int32, device=codes.device)
     source = replace(_codes_source(codes, scales, amax, format, index, zeros), factor=factor)
+    if tiles is None:
+        tiles = launch_columns.block_table(offs, source.shape[1] // TILE + offs.shape[0], TILE, 1)
+    top = bound_columns(source, tiles)
     out, out_scales = launch_columns.quantize_columns(
-        source, table.get("fp8-row"), source.shape[2], 0, None, offs, draw, tiles=tiles
+        source, table.get("fp8-row"), source.shape[2], 0, top, offs, draw, tiles=tiles
     )
     return out[0], out_scales
 

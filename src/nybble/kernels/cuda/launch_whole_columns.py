@@ -14,6 +14,8 @@ ENOUGH_COLUMNS = 128
 AMAX_WARPS = 4
 AMAX_LOOPS = 4
 """Tiles that a warp goes through at most for the amax of columns."""
+BOUND_TILES, BOUND_BLOCKS = 4, 32
+"""Tiles, and block scales of a row, of a program that bounds it."""
 
 
 def holds_columns(lead: int, width: int) -> bool:
@@ -52,6 +54,32 @@ def quantize_whole_columns(source: Source, columns: int, draw: Draw) -> tuple[Te
         enable_fp_fusion=False,
     )
     return codes, scales
+
+
+def bound_columns(source: Source, table: Tensor) -> Tensor:
+    """int32 bits [G, C] of what `measure_columns` gives at most of NVFP4 codes, from their block scales."""
+    assert source.zeros is not None
+    groups, width = source.zeros.shape
+    count = source.shape[1] // TILE + groups
+    blocks = min(BOUND_BLOCKS, pow2(cdiv(width, 16)))
+    column_amax.column_bounds[(cdiv(width, 16 * blocks), cdiv(count, BOUND_TILES))](
+        source.scales,
+        source.s_dec,
+        source.zeros,
+        *table,
+        source.index,
+        source.factor,
+        width,
+        count,
+        HAS_INDEX=source.index is not None,
+        HAS_FACTOR=source.factor is not None,
+        CB=blocks,
+        W=BOUND_TILES,
+        ASM=use_asm(source.device),
+        num_warps=4,
+        enable_fp_fusion=False,
+    )
+    return source.zeros
 
 
 def measure_columns(source: Source, table: Tensor | None, offs: Tensor | None) -> Tensor:
