@@ -151,15 +151,18 @@ def column_bounds(
     )
     top = (bits((scale * 6.0) * s[:, None]) & 0x7FFFFFFF).to(tl.int32)
     top = tl.max(tl.reshape(top, (W, 32, CB)), axis=1)
-    column = (c[:, None] * 16 + tl.arange(0, 16)[None, :])[None]
     first = tl.load(group_ptr + begin)
     if first == tl.load(group_ptr + tl.minimum(begin + W, blocks) - 1):
-        t = tl.max(top, axis=0)[None, :, None] + tl.zeros((1, CB, 16), tl.int32)
-        ok = (column < columns) & (t > 0)
-        tl.atomic_max(amax_ptr + (first.to(tl.int64) * columns + column), t, mask=ok, sem="relaxed")
+        add_bounds(amax_ptr, first + tl.zeros((1,), tl.int32), tl.max(top, axis=0)[None, :], c, columns, CB)
     else:
         w = begin + tl.arange(0, W)
-        group = tl.load(group_ptr + w, mask=w < blocks, other=0).to(tl.int64)[:, None, None]
-        t = top[:, :, None] + tl.zeros((W, CB, 16), tl.int32)
-        ok = (column < columns) & (t > 0)
-        tl.atomic_max(amax_ptr + (group * columns + column), t, mask=ok, sem="relaxed")
+        add_bounds(amax_ptr, tl.load(group_ptr + w, mask=w < blocks, other=0), top, c, columns, CB)
+
+
+@triton.jit
+def add_bounds(amax_ptr, group, top, c, columns, CB: tl.constexpr):
+    """The bounds `top` [W, CB] of blocks c of 16 columns into the amaxes of groups [W]."""
+    column = (c[:, None] * 16 + tl.arange(0, 16)[None, :])[None]
+    t = top[:, :, None] + tl.zeros((top.shape[0], CB, 16), tl.int32)
+    at = group.to(tl.int64)[:, None, None] * columns + column
+    tl.atomic_max(amax_ptr + at, t, mask=(column < columns) & (t > 0), sem="relaxed")
