@@ -106,14 +106,19 @@ def swiglu_backward_fp8(
     up_cap: float,
     h: list[Tensor],
     format: str,
-) -> tuple[Tensor, Tensor, Tensor]:
+    tiles: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """What `swiglu_backward` gives, its gradient at gate and up in fp8-row along the features: (codes uint8
-    [R, 2I], scales FP32 [R], dots [R]). A row of zeros has scale 0, as `gradient_factors` wants it."""
+    [R, 2I], the same as `transpose_codes` puts them, scales FP32 [R], dots [R]).
+
+    A row of zeros has scale 0, as `gradient_factors` wants it. `tiles` as for that of columns.
+    """
     d, dots = swiglu_backward(
         gate_up, factor, g, g_factor, weights, order, ends, gate_cap, up_cap, h, format, True
     )
     codes, scales, _ = ops.quantize(d, "fp8-row", -1)
-    return codes, expert_columns.gradient_factors(codes, scales.squeeze(-1)), dots
+    columns = expert_columns.transpose_codes(codes, ends, None, tiles)
+    return codes, columns, expert_columns.gradient_factors(codes, scales.squeeze(-1)), dots
 
 
 def swiglu_backward_both(

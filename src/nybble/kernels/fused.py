@@ -113,9 +113,11 @@ def _(gate_up, _factor, g, _g_factor, _weights, order, *rest):  # type: ignore[n
 
 
 @swiglu_backward_fp8.register_fake
-def _(gate_up, _factor, _g, _g_factor, _weights, order, *_):  # type: ignore[no-untyped-def]
+def _(gate_up, _factor, _g, _g_factor, _weights, order, ends, *_):  # type: ignore[no-untyped-def]
     scales, dots = (order.new_empty(order.shape[0], dtype=torch.float32) for _ in range(2))
-    return torch.empty_like(gate_up, dtype=torch.uint8), scales, dots
+    R, width = gate_up.shape
+    columns, _ = _empty_columns(gate_up, R, width, ends)
+    return torch.empty_like(gate_up, dtype=torch.uint8), columns, scales, dots
 
 
 @swiglu_backward_both.register_fake

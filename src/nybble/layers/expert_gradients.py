@@ -10,7 +10,7 @@ from nybble.formats import Operand as Role
 from nybble.kernels import fused, hopper
 from nybble.layers import folded, gemm, kept
 from nybble.layers.expert_pass import Pass, coded
-from nybble.layers.operand import FP8, Codes, Draw, Values, cast, ends_of, one_read, outer, product
+from nybble.layers.operand import FP8, Draw, Values, cast, ends_of, one_read, outer, product
 from nybble.layers.weights import Spec
 from nybble.recipes import Operand
 
@@ -81,12 +81,20 @@ class Gradients(Pass):
         if dgrad and wgrad and one_read(gemms.dgrad.dy, gemms.wgrad.dy):
             a, b, dots = fused.swiglu_backward_both(*arguments, gemms.dgrad.dy.format, self.tiles[0])
             return Split(_plain(a), _plain(b)), dots
-        if wgrad and gemms.folds and gemms.dgrad.dy.rounding == "nearest":
-            q, scales, dots = fused.swiglu_backward_fp8(*arguments)
-            codes = folded.Gradient(Codes(q, scales.unsqueeze(-1), scales.new_empty(0)), scales)
-            return self._folded(codes, self.plan.up.spec, dgrad, None), dots
+        if dgrad and wgrad and self._up_in_codes():
+            tiles, tile_ends = self.tiles
+            codes, columns, scales, dots = fused.swiglu_backward_fp8(*arguments, tiles)
+            first = hopper.RowScaled(codes.view(FP8), scales)
+            second = hopper.RowScaled(columns.view(FP8), None, tile_ends)
+            return Split(_plain(first), _plain(second), scales), dots
         d_up, dots = fused.swiglu_backward(*arguments, dgrad or wgrad)
         return self.split(d_up, dgrad, wgrad), dots
+
+    def _up_in_codes(self) -> bool:
+        """Whether both products that take the gradient of the up product multiply its codes, to nearest."""
+        spec = self.plan.up.spec
+        in_codes = self.dgrad_dtype(spec) == self.wgrad_dtype(spec) == FP8
+        return in_codes and spec.gemms.folds and spec.gemms.dgrad.dy.rounding == "nearest"
 
     def split(self, d_up: Tensor, dgrad: bool, wgrad: bool) -> Split:
         """The same of the up product, from the gradient of its rows."""

@@ -95,7 +95,7 @@ def calls(
             "swiglu_backward_fp8",
             (gate_up, None, broken, None, weights, order, ends, 0.0, 0.0, [h], "bf16"),
         ),
-        ("swiglu_backward_fp8", (gate_up, None, empty, None, weights, order, ends, *CAPS, [], "bf16")),
+        ("swiglu_backward_fp8", (gate_up, None, empty, None, weights, order, ends, *CAPS, [], "bf16", tiles)),
         ("swiglu_backward_both", (gate_up, f, g, f, weights, order, ends, *CAPS, codes_h, "nvfp4", "mxfp8")),
         (
             "swiglu_backward_both",
@@ -138,11 +138,13 @@ def results(module: Any, op: str, args: tuple[Any, ...]) -> tuple[Tensor, ...]:
     if op == "swiglu_backward_fp8":
         ends = args[6].cpu()
         last = int(ends[-1])
-        codes, scales = (t[:last].cpu() for t in out[:2])
-        d = module.swiglu_backward(*args, True)[0].cpu()
+        codes, columns, scales = out[0][:last].cpu(), out[1].cpu(), out[2][:last].cpu()
+        d = module.swiglu_backward(*args[:11], True)[0].cpu()
         want = reference.quantize(d[:last], "fp8-row", -1)[:2]
         want_scales = expert_columns.gradient_factors(want[0], want[1].squeeze(-1))
-        return codes, scales, out[2], torch.tensor([same(codes, want[0]), same(scales, want_scales)])
+        turned = expert_columns.transpose_codes(out[0].cpu(), ends)
+        follows = [same(codes, want[0]), same(scales, want_scales), same(columns, turned)]
+        return codes, scales, out[3], torch.tensor(follows)
     if op == "swiglu_backward_both":
         ends = args[6].cpu()
         last = int(ends[-1])

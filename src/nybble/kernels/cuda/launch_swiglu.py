@@ -9,15 +9,13 @@ from nybble.formats import table
 from nybble.kernels.cuda import front, launch_columns, swiglu_gradients_both, swiglu_gradients_fp8
 from nybble.kernels.cuda import swiglu_gradients as kernel
 from nybble.kernels.cuda.column_source import TILE
-from nybble.kernels.cuda.jit import cdiv, multiprocessors, use_asm
-from nybble.kernels.cuda.launch_expert_columns import gradient_factors
+from nybble.kernels.cuda.jit import cdiv, use_asm
+from nybble.kernels.cuda.launch_expert_columns import gradient_factors, transpose_codes
 from nybble.kernels.cuda.launch_experts import as_pairs
 from nybble.kernels.cuda.launch_rows import SCALES, pow2
 
 WHOLE_ROW = 512
 """Units of eight elements that a program holds of a row."""
-RESIDENT_WARPS = 24
-"""Of a multiprocessor that runs what goes through rows: no program waits for another one to end."""
 
 
 class Gates(NamedTuple):
@@ -105,39 +103,44 @@ def swiglu_backward(gates: Gates, need_gate_up: bool) -> tuple[Tensor, Tensor]:
     return d, dots
 
 
-def swiglu_backward_fp8(gates: Gates) -> tuple[Tensor, Tensor, Tensor]:
+def swiglu_backward_fp8(gates: Gates, tiles: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """See `fused.swiglu_backward_fp8`; rows of no expert hold anything."""
     ends, (R, width), device = gates.ends, gates.g.shape, gates.g.device
-    units = width // 8
+    units, blocks = width // 8, R // TILE + ends.shape[0]
+    if tiles is None:
+        tiles = launch_columns.block_table(ends, blocks, TILE, 1)
     if units > WHOLE_ROW:
         d, dots = swiglu_backward(gates, True)
         codes, scales, _ = front.quantize(d, "fp8-row", -1)
-        return codes, gradient_factors(codes, scales.squeeze(-1), None, 1, None), dots
+        columns = transpose_codes(codes, ends, None, tiles)
+        return codes, columns, gradient_factors(codes, scales.squeeze(-1), None, 1, None), dots
+    columns = torch.empty(2 * width, blocks * TILE, dtype=torch.uint8, device=device)
     codes = torch.empty(R, 2 * width, dtype=torch.uint8, device=device)
     scales = torch.empty(R, dtype=torch.float32, device=device)
     dots = gates.new_dots()
     n = max(32, pow2(units))
-    warps = n // 32
-    span = cdiv(R, multiprocessors(device) * max(1, RESIDENT_WARPS // warps))
     h_amax, outer = gates.outer
-    swiglu_gradients_fp8.swiglu_backward_fp8[(cdiv(R, span),)](
+    swiglu_gradients_fp8.swiglu_backward_fp8[(blocks,)](
         *gates.inputs,
         h_amax,
         codes.view(torch.int64),
+        columns.view(torch.int64),
         scales,
         dots,
+        *tiles[:2],
         ends,
         R,
-        span,
+        blocks,
         units,
         ends.shape[0],
         cdiv(width, 16),
         N=n,
-        num_warps=warps,
+        num_warps=n // 32,
+        maxnreg=64,  # 32 warps a multiprocessor
         **outer,
         **gates.options,
     )
-    return codes, scales, dots
+    return codes, columns, scales, dots
 
 
 def swiglu_backward_both(

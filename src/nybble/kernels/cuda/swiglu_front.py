@@ -16,6 +16,8 @@ from nybble.kernels.cuda.launch_columns import too_many
 from nybble.kernels.cuda.launch_rows import Draw, Gated
 from nybble.kernels.cuda.launch_swiglu import Gates
 
+COUNT = len(Gates._fields)
+
 
 def swiglu_rows(
     gate_up: Tensor, factor: Tensor | None, ends: Tensor, gate_cap: float, up_cap: float
@@ -61,16 +63,17 @@ def swiglu_backward(*arguments: Any) -> tuple[Tensor, Tensor]:
     return by_gates.swiglu_backward(gates, need_gate_up)
 
 
-def swiglu_backward_fp8(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+def swiglu_backward_fp8(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """See the specification."""
-    gates = Gates(*arguments)
-    return by_gates.swiglu_backward_fp8(gates) if _fits(gates, 16) else plain.swiglu_backward_fp8(*arguments)
+    gates, tiles = Gates(*arguments[:COUNT]), arguments[COUNT:]
+    if not _fits(gates, 16) or too_many(1, gates.g.shape[0], BLOCK_TOKENS, gates.ends.shape[0]) is not None:
+        return plain.swiglu_backward_fp8(*arguments)
+    return by_gates.swiglu_backward_fp8(gates, *tiles)
 
 
 def swiglu_backward_both(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     """See the specification."""
-    count = len(Gates._fields)
-    gates, (to_format, *tiles) = Gates(*arguments[:count]), arguments[count:]
+    gates, (to_format, *tiles) = Gates(*arguments[:COUNT]), arguments[COUNT:]
     fmt, ends = table.get(to_format), gates.ends
     fits = _fits(gates, BLOCK_TOKENS) and fmt.scale == "e8m0" and not fmt.packed
     if not fits or too_many(1, gates.g.shape[0], BLOCK_TOKENS, ends.shape[0]) is not None:

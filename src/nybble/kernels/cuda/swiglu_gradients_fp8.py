@@ -20,6 +20,7 @@ from nybble.kernels.cuda.registers import (
 )
 from nybble.kernels.cuda.stores import bf16_pairs
 from nybble.kernels.cuda.swiglu_gradients import dot_of_codes, gate_gradients, outer_scale, times_factor
+from nybble.kernels.cuda.transposed import transpose_tile
 
 
 @triton.jit
@@ -91,7 +92,7 @@ def pairs_of(p):
     return split4(p.to(tl.uint32, bitcast=True))
 
 
-@triton.jit(do_not_specialize=["rows", "span", "units", "groups", "scale_columns"])
+@triton.jit(do_not_specialize=["rows", "tiles", "units", "groups", "scale_columns"])
 def swiglu_backward_fp8(
     x_ptr,  # as for `swiglu_backward_rows`, up to d
     factor_ptr,
@@ -103,11 +104,14 @@ def swiglu_backward_fp8(
     h_scales_ptr,
     h_amax_ptr,
     codes_ptr,  # int64, eight E4M3 [R, 2I] each: d in fp8-row
+    columns_ptr,  # int64, the same as columns [2I, P]
     scales_ptr,  # FP32 [R], 0 for rows of zeros
     dot_ptr,
+    start_ptr,  # of each tile of P: its first row,
+    count_ptr,  # and its rows, -1 for padding
     ends_ptr,
     rows,
-    span,  # rows of a program
+    tiles,
     units,  # I / 8, at most N
     groups,
     scale_columns,
@@ -121,11 +125,15 @@ def swiglu_backward_fp8(
     N: tl.constexpr,
     ASM: tl.constexpr,
 ):
-    """`swiglu_backward_rows`, its result in codes. A row is loaded while the one before it is computed."""
-    row = tl.program_id(0) * span
-    stop = tl.minimum(row + span, rows)
-    behind = tl.load(ends_ptr + groups - 1)
-    last = tl.minimum(stop, behind) - 1
+    """`swiglu_backward_rows`, its result in codes, of one tile of rows.
+
+    A row is loaded while the one before it is computed; codes become columns when all are there.
+    """
+    tile = tl.program_id(0)
+    first = tl.load(start_ptr + tile)
+    count = tl.load(count_ptr + tile)
+    row = first
+    last = first + count - 1
     u = tl.arange(0, N)
     inside = u < units
     if row <= last:
@@ -183,8 +191,10 @@ def swiglu_backward_fp8(
             factor, g_factor, h_amax = next_factor, next_g_factor, next_amax
             pair, weight, next_pair = next_pair, next_weight, later_pair
             row += 1
+    tl.debug_barrier()
+    transpose_tile(codes_ptr, columns_ptr, tile, first, count, units * 2, tiles, N, ASM)
     if DOT > 0:
-        row = tl.maximum(tl.program_id(0) * span, behind)
-        while row < stop:
+        row = tl.load(ends_ptr + groups - 1) + tile
+        while row < rows:
             tl.store(dot_ptr + tl.load(order_ptr + row), 0.0)
-            row += 1
+            row += tiles

@@ -79,6 +79,34 @@ def transpose_codes(
     )
 
 
+@triton.jit
+def transpose_tile(codes_ptr, out_ptr, tile, start, count, units, tiles, N: tl.constexpr, ASM: tl.constexpr):
+    """The same of one tile and all columns, by N threads; both pointers are to int64. Four threads write what
+    belongs to a column, without shared memory."""
+    n = tl.arange(0, N)
+    first = n % LANES * 8
+    begin = 0
+    while begin < units:
+        unit = begin + n // LANES
+        lows = ()
+        highs = ()
+        for i in tl.static_range(8):
+            row = (start + first + i).to(tl.int64)
+            mask = (unit < units) & (first + i < count)
+            eight = tl.load(codes_ptr + (row * units + unit), mask=mask, other=0)
+            lows = lows + (eight.to(tl.uint32),)
+            highs = highs + ((eight >> 32).to(tl.uint32),)
+        halves = ()
+        for h in tl.static_range(2):
+            halves = halves + turned(lows[4 * h], lows[4 * h + 1], lows[4 * h + 2], lows[4 * h + 3], ASM)
+            halves = halves + turned(highs[4 * h], highs[4 * h + 1], highs[4 * h + 2], highs[4 * h + 3], ASM)
+        for j in tl.static_range(8):
+            both = halves[j].to(tl.uint64) | (halves[8 + j].to(tl.uint64) << 32)
+            at = (unit * 8 + j).to(tl.int64) * (tiles * LANES) + (tile * LANES + n % LANES)
+            tl.store(out_ptr + at, both.to(tl.int64, bitcast=True), mask=unit < units)
+        begin += N // LANES
+
+
 @triton.jit(do_not_specialize=["rows", "words", "k"])
 def gradient_factors(
     codes_ptr,  # int32, four codes [T, C] each
