@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from nybble.formats import get, reference
+from nybble.formats import e4m3, get, reference
 from nybble.formats.outer import decode_scale
 from nybble.layers import convert, set_step
 from nybble.layers import step as step_module
@@ -60,6 +60,32 @@ def test_backward_is_the_specified_composition():
     dt, _ = reference.fake_quantize(dy, "mxfp8", cpu, -2, "stochastic", "tensor", key(MICRO), 0, 4)
     assert torch.equal(x.grad, d @ w)
     assert torch.equal(lin.weight.grad, dt.t() @ xt)
+
+
+@pytest.mark.parametrize("source", ["forward", "original"])
+def test_scales_of_dys_rows_go_into_x_where_wgrad_takes_the_codes_of_dgrad(source):
+    """A row of zeros, whose scale says nothing, does not widen the scales of x."""
+    row = {"format": "fp8-row", "rounding": "stochastic", "source": source}
+    rule = {"modules": "**", "fprop": "nvfp4", "dgrad": "fp8-row"}
+    lin = layer({"rule": [{**rule, "wgrad": {"dy": {"format": "fp8-row", "source": "dgrad"}, "x": row}}]})
+    x, dy = torch.randn(40, 64, requires_grad=True), torch.randn(40, 96) * 1e-4
+    dy[3] = 0
+    lin(x).backward(dy)
+    codes, scales, _ = reference.quantize(dy, "fp8-row", -1)
+    factor = scales.clone()
+    factor[3] = 0
+    if source == "forward":
+        q = reference.quantize(x, "nvfp4", -1, outer="row")
+        full = reference.dequantize(*q, "nvfp4", -1, x.shape, torch.float32, "row", apply_outer=False)
+        scaled = full * (decode_scale(get("nvfp4"), q[2])[:, None] * factor)
+    else:  # waits in 16 bits
+        scaled = (x.detach().bfloat16().float() * factor).bfloat16()
+    args = ("fp8-row", torch.float32, -2, "stochastic", "tensor", key(MICRO), 0, 5)
+    xt, _ = reference.fake_quantize(scaled, *args)
+    w = reference.fake_quantize(lin.weight, "fp8-row", torch.float32, -2)[0]
+    assert torch.equal(lin.weight.grad, e4m3.decode(codes).t() @ xt)
+    assert torch.equal(x.grad, (e4m3.decode(codes) * scales) @ w)
+    assert (lin.weight.grad - dy.t() @ x.detach()).norm() < 0.15 * lin.weight.grad.norm()
 
 
 def test_outer_scales_of_gradients_go_into_the_epilogue():

@@ -310,3 +310,31 @@ def test_the_late_switch_of_nvidia_is_there_to_be_switched_on(tmp_path):
     assert start == 82
     late = {row.name: row.gemms.texts() for row in rows}["layers.3.q_proj"]
     assert late == ("bf16", "bf16", *FULL[2:])
+
+
+FOLDED = {"dy": {"format": "fp8-row", "source": "dgrad"}, "x": "fp8-row"}
+
+
+@pytest.mark.parametrize(
+    ("dgrad", "wgrad", "words"),
+    [
+        ("mxfp8", FOLDED, ["must be fp8-row", "dgrad.dy is mxfp8"]),
+        ("fp8-row", {**FOLDED, "x": "mxfp8"}, ["wgrad.x is mxfp8"]),
+        (
+            {"dy": {"format": "fp8-row", "hadamard": 16}, "w": {"format": "fp8-row", "hadamard": 16}},
+            FOLDED,
+            ["without a Hadamard transform", "dgrad.dy is fp8-row+h16"],
+        ),
+        ({"dy": {"format": "fp8-row", "rounding": "stochastic"}, "w": "fp8-row"}, FOLDED, ["the rounding"]),
+    ],
+)
+def test_wgrad_takes_codes_of_dgrad_only_where_both_are_made_for_it(dgrad, wgrad, words):
+    recipe = load_recipe({"rule": [{"modules": "**", "dgrad": dgrad, "wgrad": wgrad}]})
+    with pytest.raises(RecipeError) as caught:
+        resolve(recipe, Model(1))
+    assert all(word in str(caught.value) for word in words)
+
+
+def test_only_dy_of_wgrad_is_an_operand_of_dgrad_too():
+    with pytest.raises(RecipeError, match=re.escape("only wgrad.dy is an operand of it too")):
+        load_recipe({"rule": [{"modules": "**", "wgrad": {"x": {"format": "fp8-row", "source": "dgrad"}}}]})

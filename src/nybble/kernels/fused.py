@@ -115,8 +115,7 @@ def _(gate_up, _factor, g, _g_factor, _weights, order, *rest):  # type: ignore[n
 @swiglu_backward_fp8.register_fake
 def _(gate_up, _factor, _g, _g_factor, _weights, order, ends, *_):  # type: ignore[no-untyped-def]
     scales, dots = (order.new_empty(order.shape[0], dtype=torch.float32) for _ in range(2))
-    R, width = gate_up.shape
-    columns, _ = _empty_columns(gate_up, R, width, ends)
+    columns = _empty_columns(gate_up, gate_up.shape[0], gate_up.shape[1], ends)[0]
     return torch.empty_like(gate_up, dtype=torch.uint8), columns, scales, dots
 
 
