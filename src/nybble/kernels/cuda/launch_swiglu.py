@@ -17,6 +17,9 @@ from nybble.kernels.cuda.launch_rows import SCALES, pow2
 WHOLE_ROW = 512
 """Units of eight elements that a program holds of a row."""
 
+LANES = 4
+MAXNREG = 96
+
 
 class Gates(NamedTuple):
     """What the gradient of a SwiGLU is found from, as `fused.swiglu_backward` takes it."""
@@ -118,7 +121,7 @@ def swiglu_backward_fp8(gates: Gates, tiles: Tensor | None = None) -> tuple[Tens
     codes = torch.empty(R, 2 * width, dtype=torch.uint8, device=device)
     scales = torch.empty(R, dtype=torch.float32, device=device)
     dots = gates.new_dots()
-    n = max(32, pow2(units))
+    n = max(32, pow2(cdiv(units, 2)))
     h_amax, outer = gates.outer
     swiglu_gradients_fp8.swiglu_backward_fp8[(blocks,)](
         *gates.inputs,
@@ -135,8 +138,10 @@ def swiglu_backward_fp8(gates: Gates, tiles: Tensor | None = None) -> tuple[Tens
         ends.shape[0],
         cdiv(width, 16),
         N=n,
+        UNITS=cdiv(units, n),
+        LANES=LANES,
         num_warps=n // 32,
-        maxnreg=64,  # 32 warps a multiprocessor
+        maxnreg=MAXNREG,
         **outer,
         **gates.options,
     )

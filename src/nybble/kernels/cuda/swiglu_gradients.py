@@ -34,7 +34,7 @@ def dot_of_codes(dots, g, word, sf, ASM: tl.constexpr):
     """`dots` plus the products of eight g with values of NVFP4 codes, without their outer scale."""
     h = nvfp4_values(word, sf, True, ASM)
     for j in tl.static_range(8):
-        dots += g[j] * h[j]
+        dots = tl.fma(g[j], h[j], dots)
     return dots
 
 

@@ -3,6 +3,7 @@
 Legend: see `expert_passes.py`. A thread has eight gates, and the eight values that they belong to.
 """
 # mypy: ignore-errors
+# ruff: noqa: RUF005 -- Triton adds tuples but does not unpack them
 
 import triton
 import triton.language as tl
@@ -20,37 +21,35 @@ from nybble.kernels.cuda.registers import (
 )
 from nybble.kernels.cuda.stores import bf16_pairs
 from nybble.kernels.cuda.swiglu_gradients import dot_of_codes, gate_gradients, outer_scale, times_factor
-from nybble.kernels.cuda.transposed import transpose_tile
+from nybble.kernels.cuda.transposed import transpose_rows
 
 
 @triton.jit
 def load_gated_row(
-    x_ptr,
-    g_ptr,
-    h_ptr,
-    h_scales_ptr,
-    row,
-    u,
-    mask,
-    units,
-    scale_columns,
-    DOT: tl.constexpr,
-):
-    """int32 [N, 4] pairs of gate, up and g of a row, what is held of h, and the bytes of its block scales."""
+    x_ptr, g_ptr, h_ptr, h_scales_ptr, row, u, wanted, units, scale_columns,
+    DOT: tl.constexpr, N: tl.constexpr, UNITS: tl.constexpr,
+):  # fmt: skip
+    """Of units u, u + N ... of a row: int32 [N, 4] pairs of gate, up and g, what is held of h, and the bytes
+    of its block scales."""
     base = row.to(tl.int64) * units
-    at = u[:, None] * 4 + tl.arange(0, 4)[None, :]
-    wide = mask[:, None]
-    gate = tl.load(x_ptr + base * 8 + at, mask=wide, other=0)
-    up = tl.load(x_ptr + base * 8 + units * 4 + at, mask=wide, other=0)
-    g = tl.load(g_ptr + base * 4 + at, mask=wide, other=0)
-    h = 0
-    sf = 0
-    if DOT == 1:
-        h = tl.load(h_ptr + base * 4 + at, mask=wide, other=0)
-    if DOT == 2:
-        h = tl.load(h_ptr + base + u, mask=mask, other=0)
-        sf = tl.load(h_scales_ptr + row.to(tl.int64) * scale_columns + u // 2, mask=mask, other=0)
-    return gate, up, g, h, sf
+    out = ()
+    for c in tl.static_range(UNITS):
+        unit = u + c * N
+        mask = (unit < units) & wanted
+        at = unit[:, None] * 4 + tl.arange(0, 4)[None, :]
+        wide = mask[:, None]
+        gate = tl.load(x_ptr + base * 8 + at, mask=wide, other=0)
+        up = tl.load(x_ptr + base * 8 + units * 4 + at, mask=wide, other=0)
+        g = tl.load(g_ptr + base * 4 + at, mask=wide, other=0)
+        h = 0
+        sf = 0
+        if DOT == 1:
+            h = tl.load(h_ptr + base * 4 + at, mask=wide, other=0)
+        if DOT == 2:
+            h = tl.load(h_ptr + base + unit, mask=mask, other=0)
+            sf = tl.load(h_scales_ptr + row.to(tl.int64) * scale_columns + unit // 2, mask=mask, other=0)
+        out = out + ((gate, up, g, h, sf),)
+    return out
 
 
 @triton.jit
@@ -122,34 +121,36 @@ def swiglu_backward_fp8(
     HAS_FACTOR: tl.constexpr,
     HAS_G_FACTOR: tl.constexpr,
     DOT: tl.constexpr,
-    N: tl.constexpr,
+    N: tl.constexpr,  # threads
+    UNITS: tl.constexpr,  # of eight gates that each has of a row
+    LANES: tl.constexpr,  # rows / 8 that become columns at a time
     ASM: tl.constexpr,
 ):
     """`swiglu_backward_rows`, its result in codes, of one tile of rows.
 
-    A row is loaded while the one before it is computed; codes become columns when all are there.
+    A row is loaded while the one before it is computed; codes become columns when eight LANES rows are there.
     """
     tile = tl.program_id(0)
     first = tl.load(start_ptr + tile)
     count = tl.load(count_ptr + tile)
-    row = first
-    last = first + count - 1
+    last = tl.minimum(first + count, rows) - 1
+    row = tl.minimum(first, rows - 1)
     u = tl.arange(0, N)
-    inside = u < units
-    if row <= last:
-        gate, up, g_raw, h, sf = load_gated_row(
-            x_ptr, g_ptr, h_ptr, h_scales_ptr, row, u, inside, units, scale_columns, DOT
-        )
-        factor, g_factor, h_amax = row_scalars(
-            factor_ptr, g_factor_ptr, h_amax_ptr, row, AMAX_ROWS, HAS_FACTOR, HAS_G_FACTOR, DOT
-        )
-        pair = tl.load(order_ptr + row)
-        weight = tl.load(weights_ptr + pair)
-        next_pair = tl.load(order_ptr + tl.minimum(row + 1, last))
-        while row <= last:
+    loaded = load_gated_row(
+        x_ptr, g_ptr, h_ptr, h_scales_ptr, row, u, row <= last, units, scale_columns, DOT, N, UNITS
+    )
+    factor, g_factor, h_amax = row_scalars(
+        factor_ptr, g_factor_ptr, h_amax_ptr, row, AMAX_ROWS, HAS_FACTOR, HAS_G_FACTOR, DOT
+    )
+    pair = tl.load(order_ptr + row)
+    weight = tl.load(weights_ptr + pair)
+    next_pair = tl.load(order_ptr + tl.maximum(tl.minimum(row + 1, last), 0))
+    for part in range(4 // LANES):
+        end = tl.minimum(last, first + (part + 1) * (8 * LANES) - 1)
+        while row <= end:
             at = tl.minimum(row + 1, last)
-            next_gate, next_up, next_g, next_h, next_sf = load_gated_row(
-                x_ptr, g_ptr, h_ptr, h_scales_ptr, at, u, inside & (row < last), units, scale_columns, DOT
+            later = load_gated_row(
+                x_ptr, g_ptr, h_ptr, h_scales_ptr, at, u, row < last, units, scale_columns, DOT, N, UNITS
             )
             next_factor, next_g_factor, next_amax = row_scalars(
                 factor_ptr, g_factor_ptr, h_amax_ptr, at, AMAX_ROWS, HAS_FACTOR, HAS_G_FACTOR, DOT
@@ -157,23 +158,28 @@ def swiglu_backward_fp8(
             next_weight = tl.load(weights_ptr + next_pair)
             later_pair = tl.load(order_ptr + tl.minimum(row + 2, last))
 
-            g = times_factor(floats(pairs_of(g_raw), True), g_factor, HAS_G_FACTOR)
             dots = tl.zeros((N,), tl.float32)
-            if DOT > 0:
+            top = tl.zeros((N,), tl.uint32)
+            found = ()
+            for c in tl.static_range(UNITS):
+                gate, up, g_raw, h, sf = loaded[c]
+                g = times_factor(floats(pairs_of(g_raw), True), g_factor, HAS_G_FACTOR)
                 if DOT == 1:
                     values = floats(pairs_of(h), True)
                     for j in tl.static_range(8):
-                        dots += g[j] * values[j]
-                else:
+                        dots = tl.fma(g[j], values[j], dots)
+                if DOT == 2:
                     word = h.to(tl.uint32, bitcast=True)
                     dots = dot_of_codes(dots, g, word, nvfp4_factor(sf.to(tl.uint32), ASM), ASM)
-            dgate, dup = gate_gradients(
-                pairs_of(gate), pairs_of(up), g, factor, weight, HAS_FACTOR, GATE_CAP, UP_CAP, ASM
-            )
-            dgate = bf16_pairs(dgate, 4, ASM)
-            dup = bf16_pairs(dup, 4, ASM)
-            m = max_magnitudes(magnitude(dgate, True, ASM), magnitude(dup, True, ASM), True, ASM)
-            m = tl.where(inside, magnitude_bits(m, True), 0).to(tl.int32)
+                dgate, dup = gate_gradients(
+                    pairs_of(gate), pairs_of(up), g, factor, weight, HAS_FACTOR, GATE_CAP, UP_CAP, ASM
+                )
+                dgate = bf16_pairs(dgate, 4, ASM)
+                dup = bf16_pairs(dup, 4, ASM)
+                m = max_magnitudes(magnitude(dgate, True, ASM), magnitude(dup, True, ASM), True, ASM)
+                top = max_magnitudes(top, tl.where(u + c * N < units, m, 0).to(tl.uint32), True, ASM)
+                found = found + ((dgate, dup),)
+            m = magnitude_bits(top, True).to(tl.int32)
             if DOT > 0:
                 dot, t = tl.reduce((dots, m), 0, sum_and_maximum)
                 tl.store(dot_ptr + pair, dot * outer_scale(h_amax, OUTER_MAX) if DOT == 2 else dot)
@@ -183,16 +189,19 @@ def swiglu_backward_fp8(
             mul = rule.fp32_multiplier(value(t + tl.zeros((N,), tl.uint32)))
             scale = tl.where(t >= rule.INFINITE, float("nan"), rule.reciprocal(mul, ASM))
             tl.store(scales_ptr + row + u * 0, tl.where(t == 0, 0.0, scale), mask=u == 0)
-            base = row.to(tl.int64) * units
-            tl.store(codes_ptr + base * 2 + u, eight_codes(dgate, mul, t, ASM), mask=inside)
-            tl.store(codes_ptr + base * 2 + units + u, eight_codes(dup, mul, t, ASM), mask=inside)
+            to = codes_ptr + row.to(tl.int64) * units * 2
+            for c in tl.static_range(UNITS):
+                dgate, dup = found[c]
+                unit = u + c * N
+                tl.store(to + unit, eight_codes(dgate, mul, t, ASM), mask=unit < units)
+                tl.store(to + units + unit, eight_codes(dup, mul, t, ASM), mask=unit < units)
 
-            gate, up, g_raw, h, sf = next_gate, next_up, next_g, next_h, next_sf
+            loaded = later
             factor, g_factor, h_amax = next_factor, next_g_factor, next_amax
             pair, weight, next_pair = next_pair, next_weight, later_pair
             row += 1
-    tl.debug_barrier()
-    transpose_tile(codes_ptr, columns_ptr, tile, first, count, units * 2, tiles, N, ASM)
+        tl.debug_barrier()
+        transpose_rows(codes_ptr, columns_ptr, tile, part, first, count, units * 2, tiles, N, LANES, ASM)
     if DOT > 0:
         row = tl.load(ends_ptr + groups - 1) + tile
         while row < rows:

@@ -13,7 +13,7 @@ from nybble.kernels.cuda.registers import even_odd_bytes, join8
 from nybble.kernels.cuda.sources import block_bounds
 
 BLOCK = tl.constexpr(32)  # tokens of a warp
-LANES = tl.constexpr(4)  # of them
+LANES = tl.constexpr(4)  # of eight tokens
 
 
 @triton.jit
@@ -80,11 +80,17 @@ def transpose_codes(
 
 
 @triton.jit
-def transpose_tile(codes_ptr, out_ptr, tile, start, count, units, tiles, N: tl.constexpr, ASM: tl.constexpr):
-    """The same of one tile and all columns, by N threads; both pointers are to int64. Four threads write what
-    belongs to a column, without shared memory."""
+def transpose_rows(
+    codes_ptr, out_ptr, tile, part, start, count, units, tiles,
+    N: tl.constexpr, LANES: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """The same of the rows of one part of a tile, eight for each of LANES, and all columns, by N threads.
+
+    Both pointers are to int64. What belongs to a column is written by LANES threads, without shared memory.
+    """
     n = tl.arange(0, N)
-    first = n % LANES * 8
+    lane = part * LANES + n % LANES
+    first = lane * 8
     begin = 0
     while begin < units:
         unit = begin + n // LANES
@@ -102,7 +108,7 @@ def transpose_tile(codes_ptr, out_ptr, tile, start, count, units, tiles, N: tl.c
             halves = halves + turned(highs[4 * h], highs[4 * h + 1], highs[4 * h + 2], highs[4 * h + 3], ASM)
         for j in tl.static_range(8):
             both = halves[j].to(tl.uint64) | (halves[8 + j].to(tl.uint64) << 32)
-            at = (unit * 8 + j).to(tl.int64) * (tiles * LANES) + (tile * LANES + n % LANES)
+            at = (unit * 8 + j).to(tl.int64) * (tiles * 4) + (tile * 4 + lane)
             tl.store(out_ptr + at, both.to(tl.int64, bitcast=True), mask=unit < units)
         begin += N // LANES
 
