@@ -17,9 +17,6 @@ from nybble.kernels.cuda.launch_rows import SCALES, pow2
 WHOLE_ROW = 512
 """Units of eight elements that a program holds of a row."""
 
-LANES = 4
-MAXNREG = 96
-
 
 class Gates(NamedTuple):
     """What the gradient of a SwiGLU is found from, as `fused.swiglu_backward` takes it."""
@@ -139,9 +136,8 @@ def swiglu_backward_fp8(gates: Gates, tiles: Tensor | None = None) -> tuple[Tens
         cdiv(width, 16),
         N=n,
         UNITS=cdiv(units, n),
-        LANES=LANES,
         num_warps=n // 32,
-        maxnreg=MAXNREG,
+        maxnreg=96,  # 20 warps a multiprocessor
         **outer,
         **gates.options,
     )

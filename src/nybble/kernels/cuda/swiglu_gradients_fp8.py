@@ -21,7 +21,7 @@ from nybble.kernels.cuda.registers import (
 )
 from nybble.kernels.cuda.stores import bf16_pairs
 from nybble.kernels.cuda.swiglu_gradients import dot_of_codes, gate_gradients, outer_scale, times_factor
-from nybble.kernels.cuda.transposed import transpose_rows
+from nybble.kernels.cuda.transposed import transpose_tile
 
 
 @triton.jit
@@ -111,7 +111,7 @@ def swiglu_backward_fp8(
     ends_ptr,
     rows,
     tiles,
-    units,  # I / 8, at most N
+    units,  # I / 8, at most N * UNITS
     groups,
     scale_columns,
     OUTER_MAX: tl.constexpr,
@@ -123,12 +123,12 @@ def swiglu_backward_fp8(
     DOT: tl.constexpr,
     N: tl.constexpr,  # threads
     UNITS: tl.constexpr,  # of eight gates that each has of a row
-    LANES: tl.constexpr,  # rows / 8 that become columns at a time
     ASM: tl.constexpr,
 ):
     """`swiglu_backward_rows`, its result in codes, of one tile of rows.
 
-    A row is loaded while the one before it is computed; codes become columns when eight LANES rows are there.
+    A row is loaded while the one before it is computed. When all are there their codes, which the L2 cache
+    has, are read again and become columns.
     """
     tile = tl.program_id(0)
     first = tl.load(start_ptr + tile)
@@ -145,63 +145,61 @@ def swiglu_backward_fp8(
     pair = tl.load(order_ptr + row)
     weight = tl.load(weights_ptr + pair)
     next_pair = tl.load(order_ptr + tl.maximum(tl.minimum(row + 1, last), 0))
-    for part in range(4 // LANES):
-        end = tl.minimum(last, first + (part + 1) * (8 * LANES) - 1)
-        while row <= end:
-            at = tl.minimum(row + 1, last)
-            later = load_gated_row(
-                x_ptr, g_ptr, h_ptr, h_scales_ptr, at, u, row < last, units, scale_columns, DOT, N, UNITS
-            )
-            next_factor, next_g_factor, next_amax = row_scalars(
-                factor_ptr, g_factor_ptr, h_amax_ptr, at, AMAX_ROWS, HAS_FACTOR, HAS_G_FACTOR, DOT
-            )
-            next_weight = tl.load(weights_ptr + next_pair)
-            later_pair = tl.load(order_ptr + tl.minimum(row + 2, last))
+    while row <= last:
+        at = tl.minimum(row + 1, last)
+        later = load_gated_row(
+            x_ptr, g_ptr, h_ptr, h_scales_ptr, at, u, row < last, units, scale_columns, DOT, N, UNITS
+        )
+        next_factor, next_g_factor, next_amax = row_scalars(
+            factor_ptr, g_factor_ptr, h_amax_ptr, at, AMAX_ROWS, HAS_FACTOR, HAS_G_FACTOR, DOT
+        )
+        next_weight = tl.load(weights_ptr + next_pair)
+        later_pair = tl.load(order_ptr + tl.minimum(row + 2, last))
 
-            dots = tl.zeros((N,), tl.float32)
-            top = tl.zeros((N,), tl.uint32)
-            found = ()
-            for c in tl.static_range(UNITS):
-                gate, up, g_raw, h, sf = loaded[c]
-                g = times_factor(floats(pairs_of(g_raw), True), g_factor, HAS_G_FACTOR)
-                if DOT == 1:
-                    values = floats(pairs_of(h), True)
-                    for j in tl.static_range(8):
-                        dots = tl.fma(g[j], values[j], dots)
-                if DOT == 2:
-                    word = h.to(tl.uint32, bitcast=True)
-                    dots = dot_of_codes(dots, g, word, nvfp4_factor(sf.to(tl.uint32), ASM), ASM)
-                dgate, dup = gate_gradients(
-                    pairs_of(gate), pairs_of(up), g, factor, weight, HAS_FACTOR, GATE_CAP, UP_CAP, ASM
-                )
-                dgate = bf16_pairs(dgate, 4, ASM)
-                dup = bf16_pairs(dup, 4, ASM)
-                m = max_magnitudes(magnitude(dgate, True, ASM), magnitude(dup, True, ASM), True, ASM)
-                top = max_magnitudes(top, tl.where(u + c * N < units, m, 0).to(tl.uint32), True, ASM)
-                found = found + ((dgate, dup),)
-            m = magnitude_bits(top, True).to(tl.int32)
-            if DOT > 0:
-                dot, t = tl.reduce((dots, m), 0, sum_and_maximum)
-                tl.store(dot_ptr + pair, dot * outer_scale(h_amax, OUTER_MAX) if DOT == 2 else dot)
-            else:
-                t = tl.max(m, axis=0)
-            t = t.to(tl.uint32)
-            mul = rule.fp32_multiplier(value(t + tl.zeros((N,), tl.uint32)))
-            scale = tl.where(t >= rule.INFINITE, float("nan"), rule.reciprocal(mul, ASM))
-            tl.store(scales_ptr + row + u * 0, tl.where(t == 0, 0.0, scale), mask=u == 0)
-            to = codes_ptr + row.to(tl.int64) * units * 2
-            for c in tl.static_range(UNITS):
-                dgate, dup = found[c]
-                unit = u + c * N
-                tl.store(to + unit, eight_codes(dgate, mul, t, ASM), mask=unit < units)
-                tl.store(to + units + unit, eight_codes(dup, mul, t, ASM), mask=unit < units)
+        dots = tl.zeros((N,), tl.float32)
+        top = tl.zeros((N,), tl.uint32)
+        found = ()
+        for c in tl.static_range(UNITS):
+            gate, up, g_raw, h, sf = loaded[c]
+            g = times_factor(floats(pairs_of(g_raw), True), g_factor, HAS_G_FACTOR)
+            if DOT == 1:
+                values = floats(pairs_of(h), True)
+                for j in tl.static_range(8):
+                    dots = tl.fma(g[j], values[j], dots)
+            if DOT == 2:
+                word = h.to(tl.uint32, bitcast=True)
+                dots = dot_of_codes(dots, g, word, nvfp4_factor(sf.to(tl.uint32), ASM), ASM)
+            dgate, dup = gate_gradients(
+                pairs_of(gate), pairs_of(up), g, factor, weight, HAS_FACTOR, GATE_CAP, UP_CAP, ASM
+            )
+            dgate = bf16_pairs(dgate, 4, ASM)
+            dup = bf16_pairs(dup, 4, ASM)
+            m = max_magnitudes(magnitude(dgate, True, ASM), magnitude(dup, True, ASM), True, ASM)
+            top = max_magnitudes(top, tl.where(u + c * N < units, m, 0).to(tl.uint32), True, ASM)
+            found = found + ((dgate, dup),)
+        m = magnitude_bits(top, True).to(tl.int32)
+        if DOT > 0:
+            dot, t = tl.reduce((dots, m), 0, sum_and_maximum)
+            tl.store(dot_ptr + pair, dot * outer_scale(h_amax, OUTER_MAX) if DOT == 2 else dot)
+        else:
+            t = tl.max(m, axis=0)
+        t = t.to(tl.uint32)
+        mul = rule.fp32_multiplier(value(t + tl.zeros((N,), tl.uint32)))
+        scale = tl.where(t >= rule.INFINITE, float("nan"), rule.reciprocal(mul, ASM))
+        tl.store(scales_ptr + row + u * 0, tl.where(t == 0, 0.0, scale), mask=u == 0)
+        to = codes_ptr + row.to(tl.int64) * units * 2
+        for c in tl.static_range(UNITS):
+            dgate, dup = found[c]
+            unit = u + c * N
+            tl.store(to + unit, eight_codes(dgate, mul, t, ASM), mask=unit < units)
+            tl.store(to + units + unit, eight_codes(dup, mul, t, ASM), mask=unit < units)
 
-            loaded = later
-            factor, g_factor, h_amax = next_factor, next_g_factor, next_amax
-            pair, weight, next_pair = next_pair, next_weight, later_pair
-            row += 1
-        tl.debug_barrier()
-        transpose_rows(codes_ptr, columns_ptr, tile, part, first, count, units * 2, tiles, N, LANES, ASM)
+        loaded = later
+        factor, g_factor, h_amax = next_factor, next_g_factor, next_amax
+        pair, weight, next_pair = next_pair, next_weight, later_pair
+        row += 1
+    tl.debug_barrier()
+    transpose_tile(codes_ptr, columns_ptr, tile, first, count, units * 2, tiles, N, ASM)
     if DOT > 0:
         row = tl.load(ends_ptr + groups - 1) + tile
         while row < rows:

@@ -80,17 +80,13 @@ def transpose_codes(
 
 
 @triton.jit
-def transpose_rows(
-    codes_ptr, out_ptr, tile, part, start, count, units, tiles,
-    N: tl.constexpr, LANES: tl.constexpr, ASM: tl.constexpr,
-):  # fmt: skip
-    """The same of the rows of one part of a tile, eight for each of LANES, and all columns, by N threads.
+def transpose_tile(codes_ptr, out_ptr, tile, start, count, units, tiles, N: tl.constexpr, ASM: tl.constexpr):
+    """The same of one tile and all columns, by N threads; both pointers are to int64.
 
-    Both pointers are to int64. What belongs to a column is written by LANES threads, without shared memory.
+    Four threads write what belongs to a column, 32 bytes, without shared memory.
     """
     n = tl.arange(0, N)
-    lane = part * LANES + n % LANES
-    first = lane * 8
+    first = n % LANES * 8
     begin = 0
     while begin < units:
         unit = begin + n // LANES
@@ -108,7 +104,7 @@ def transpose_rows(
             halves = halves + turned(highs[4 * h], highs[4 * h + 1], highs[4 * h + 2], highs[4 * h + 3], ASM)
         for j in tl.static_range(8):
             both = halves[j].to(tl.uint64) | (halves[8 + j].to(tl.uint64) << 32)
-            at = (unit * 8 + j).to(tl.int64) * (tiles * 4) + (tile * 4 + lane)
+            at = (unit * 8 + j).to(tl.int64) * (tiles * LANES) + (tile * LANES + n % LANES)
             tl.store(out_ptr + at, both.to(tl.int64, bitcast=True), mask=unit < units)
         begin += N // LANES
 
