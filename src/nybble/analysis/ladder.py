@@ -156,10 +156,12 @@ def quantisers(x: Tensor, experts: int) -> Iterator[Rung]:
         return
     whole = ("stochastic", key, 1, 5, None, offs)
     yield rung(
-        "nvfp4 codes -> fp8 columns, grouped, stochastic (two reads)",
-        2 * NVFP4_BYTES + 1,
+        "nvfp4 codes -> fp8 columns, grouped, stochastic",
+        NVFP4_BYTES + 1 / 16 + 1,  # block scales are read twice
         lambda: fused.fp8_columns_of_codes(*codes, "nvfp4", None, *whole),
     )
+    rows_of_codes = q(x, "fp8-row")[0]
+    yield rung("fp8-row codes as columns, grouped", 2, lambda: fused.transpose_codes(rows_of_codes, offs))
     yield rung(
         "mxfp8 quantize-dequantize along both axes",
         6,
