@@ -156,6 +156,22 @@ def test_operands_in_codes_agree_with_their_values(layer, keep, sqnr):
         assert sqnr(a.float(), b.float()) > 25
 
 
+@pytest.mark.usefixtures("fp8_products")
+@pytest.mark.parametrize("layer", [HOPPER, LAST_OF_HOPPER], ids=["nvfp4", "mxfp8"])
+@pytest.mark.parametrize("frozen", ["gate_up_proj", "down_proj", "x"])
+def test_codes_for_one_product_are_those_for_both(layer, frozen):
+    x, index, w, dy = bf16(inputs())
+    full = step(experts(layer), x, index, w, dy)
+    module = experts(layer)
+    if frozen == "x":
+        x = x.detach()
+    else:
+        getattr(module, frozen).requires_grad_(False)
+    part = step(module, x, index, w, dy)
+    assert sum(a is None for a in part) == 1
+    assert all(a is None or torch.equal(a, b) for a, b in zip(part, full, strict=True))
+
+
 @pytest.mark.usefixtures("as_on_a_gpu")
 @pytest.mark.parametrize(
     "recipe", [PLAIN, MXFP8, INKLING, NVIDIA, QUARTET], ids=["bf16", "mxfp8", "inkling", "nvidia", "quartet2"]

@@ -88,6 +88,15 @@ def test_scales_of_dys_rows_go_into_x_where_wgrad_takes_the_codes_of_dgrad(sourc
     assert (lin.weight.grad - dy.t() @ x.detach()).norm() < 0.15 * lin.weight.grad.norm()
 
 
+def test_scales_of_small_gradients_do_not_underflow_in_fp16():
+    fp8 = {"dy": {"format": "fp8-row", "source": "dgrad"}, "x": "fp8-row"}
+    lin = layer({"rule": [{"modules": "**", "dgrad": "fp8-row", "wgrad": fp8}]})
+    x, dy = torch.randn(40, 64).half().requires_grad_(), (torch.randn(40, 96) * 1e-5).half()
+    lin(x).backward(dy)
+    exact = dy.float().t() @ x.detach().float()
+    assert (lin.weight.grad - exact).norm() < 0.1 * exact.norm()
+
+
 def test_outer_scales_of_gradients_go_into_the_epilogue():
     """All six operands in NVFP4: the result equals that of fully dequantised operands to FP32 rounding."""
     lin = layer(TWO_LEVELS)

@@ -203,7 +203,7 @@ def gradient_factors(
     That is the scale [T] of dy's row order[r] // k, times weights[order[r]] (FP32 [R]); without `order` the
     scale of row r. A row of zeros, whose scale is 1, has 0: it must not count in the amax of x's columns.
     """
-    s = torch.where((codes & 0x7F != 0).any(-1), scales, 0)
+    s = torch.where((scales != 1) | (codes & 0x7F != 0).any(-1), scales, 0)
     if order is None:
         return s
     pair = order.long()

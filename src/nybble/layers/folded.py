@@ -92,5 +92,7 @@ def scaled_x(
         x = decode(codes, fx, -1, shape, torch.float32)
         x = x * (factor if s is None else s * factor)[:, None]
     else:
-        x = (x.float() * factor[:, None]).to(x.dtype)
+        # Scales of gradients lie far below what FP16 holds.
+        kept_as = torch.float32 if x.dtype == torch.float16 else x.dtype
+        x = (x.float() * factor[:, None]).to(kept_as)
     return cast(x, gemms.wgrad.x, -2, dtype, draw, ends)

@@ -81,7 +81,8 @@ class FusedExperts(torch.autograd.Function):
         need_x, need_weights, need_up, need_down = ctx.needs_input_grad[:4]
         dx = dweights = dw_up = dw_down = None
         spec = plan.down.spec
-        # dy is quantised a token for dgrad, before its routing weight, and a row for wgrad, behind it.
+        # dy is quantised a token for dgrad, before its routing weight. For wgrad it is rounded a row, behind
+        # the weight, unless wgrad takes the codes of dgrad: then the weight goes into h.
         a, b, x_factor = run.split_dy(dy, need_x or need_weights or need_up, need_down)
         if b is not None:
             # GEMM wgrad of down: (w * dy)[R,H].T @ h[R,I] -> dWdown[E,H,I]

@@ -46,9 +46,10 @@ def calls(
     f, weights = torch.rand(R, generator=gen) + 0.5, torch.rand(R, generator=gen)
     codes_h = list(reference.quantize(h, "nvfp4", -1, outer="row"))
     codes_x = list(reference.quantize(x, "nvfp4", -1, outer="row"))
-    # Rows of zeros, one whose scale is 1 as theirs is, and NaN.
-    few = torch.where(torch.arange(T)[:, None] % 3 == 1, 0, x)
-    few[0] = torch.linspace(-448, 448, width).bfloat16()
+    # Rows of zeros, one whose scale is 1 as theirs is, one of which nothing but its scale is left, and NaN.
+    few = torch.where(torch.arange(T)[:, None] % 3 == 1, 0, x).float()
+    few[0] = torch.linspace(-448, 448, width)
+    few[3:4] = 1e-43
     bytes_x, scales_x, _ = reference.quantize(few, "fp8-row", -1)
     bytes_g, scales_g, _ = reference.quantize(torch.where(empty == 0, empty, broken), "fp8-row", -1)
     signed = f * torch.where(torch.arange(R) % 3 == 0, -1, 1) * (torch.arange(R) % 5 != 1)

@@ -53,7 +53,6 @@ def quantize_columns(
     dtype: torch.dtype | None = None,
     clear_tail: bool = True,
     tiles: Tensor | None = None,
-    warps: int = WARPS,
 ) -> tuple[Tensor, ...]:
     """Quantise along tokens: codes [lead, C', P] and scales [lead, C', blocks], or values [lead, T, C'].
 
@@ -93,7 +92,7 @@ def quantize_columns(
     per_warp = 32 // (block // 8) * 8
     out_bf16 = dtype == torch.bfloat16
     if count and width:
-        column_kernel.quantize_columns[(cdiv(width, per_warp), cdiv(count, warps), lead)](
+        column_kernel.quantize_columns[(cdiv(width, per_warp), cdiv(count, WARPS), lead)](
             *source.pointers,
             None if codes is None else codes.view(torch.int32),
             scales,
@@ -128,9 +127,9 @@ def quantize_columns(
             HAS_FACTOR=source.factor is not None,
             GROUPED=offs is not None,
             ALIGNED=columns % 8 == 0,
-            W=warps,
+            W=WARPS,
             ASM=use_asm(device),
-            num_warps=warps,
+            num_warps=WARPS,
             **(
                 {"maxnreg": 128} if source.x is None and draw.stochastic else {}
             ),  # a fourth program a multiprocessor
