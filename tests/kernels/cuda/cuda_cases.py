@@ -8,6 +8,8 @@ from torch import Tensor
 
 from nybble.formats import philox, reference
 
+AT_A_WORD = torch.tensor([0x123456789ABCDEF, 7, 3, (1 << 35) - 8 * 80])
+"""A key for which the lower word of a Philox counter ends within a few rows."""
 SHIFT = torch.tensor([8 * 1234567])  # a part of a larger tensor
 KEY = torch.cat([philox.Key(seed=0x123456789ABCDEF, step=7, micro=3).tensor(), SHIFT])
 ROWS_OFFS = (0, 1, 8, 41, 41, 60)
@@ -71,6 +73,16 @@ class Call:
 def stochastic(**named: Any) -> dict[str, Any]:
     """Arguments of a stochastic call."""
     return {"rounding": "stochastic", "key": KEY, "layer": 5, "operand": 3, **named}
+
+
+def blocks_of_scales(rows: int, cols: int) -> Tensor:
+    """FP32 values whose blocks of 32 rows are each of another size, within what is re-rounded quickly, at its
+    ends and beyond; rows of every other block are of many sizes."""
+    gen = torch.Generator().manual_seed(3)
+    block = torch.arange(rows) // 32
+    sizes = torch.tensor([0.0, 0.0, 15, -112, -98, 100, -118])
+    spread = torch.randint(-18, 18, (rows,), generator=gen) * (block % 2)
+    return torch.randn(rows, cols, generator=gen) * torch.exp2(sizes[block % len(sizes)] + spread)[:, None]
 
 
 def requantized(x: Tensor, format: str, outer: str, to: str, rounding: dict[str, Any], **named: Any) -> Call:

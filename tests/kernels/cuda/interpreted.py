@@ -8,7 +8,18 @@ from typing import Any
 
 import expert_cases
 import torch
-from cuda_cases import KEY, Call, eden_cases, hostile, requantized, same, stochastic, transform_cases
+from cuda_cases import (
+    AT_A_WORD,
+    KEY,
+    Call,
+    blocks_of_scales,
+    eden_cases,
+    hostile,
+    requantized,
+    same,
+    stochastic,
+    transform_cases,
+)
 
 from nybble import formats
 from nybble.formats import hadamard, reference, table
@@ -26,7 +37,9 @@ from nybble.kernels.cuda import (
 
 ROWS = torch.tensor([5, 1000, 0, 77, 2, 3, 4])
 OFFS = torch.tensor([0, 3, 3, 6], dtype=torch.int32)
+MANY_ROWS = torch.arange(100).flip(0) * 3
 LONG_ROWS = torch.randperm(70, generator=torch.Generator().manual_seed(0))
+CODE_OFFS = torch.tensor([32, 35], dtype=torch.int32)
 LONG_OFFS = torch.tensor([0, 1, 8, 41, 41, 60], dtype=torch.int32)
 
 
@@ -88,6 +101,19 @@ def calls(group: str) -> list[Call]:
     parts = reference.quantize(hostile(*shape), "nvfp4", -1, outer="row")
     return [
         requantized(hostile(70, 24), "nvfp4", "row", "mxfp8", stochastic(rows=LONG_ROWS), offs=LONG_OFFS),
+        requantized(hostile(40, 24), "nvfp4", "row", "mxfp8", {}),
+        requantized(blocks_of_scales(220, 8), "nvfp4", "row", "mxfp8", stochastic()),
+        requantized(
+            blocks_of_scales(100, 8),
+            "nvfp4",
+            "row",
+            "mxfp8",
+            stochastic(rows=MANY_ROWS),
+            dtype=torch.bfloat16,
+        ),
+        requantized(
+            blocks_of_scales(64, 72), "nvfp4", "row", "mxfp8", stochastic(key=AT_A_WORD), offs=CODE_OFFS
+        ),
         requantized(hostile(64, 24).view(2, 32, 24), "nvfp4", "matrix", "mxfp8", {}, dtype=torch.bfloat16),
         requantized(hostile(66, 24).view(2, 33, 24), "nvfp4", "matrix", "fp8-row", stochastic()),
         Call(op="dequantize", args=(*parts, "nvfp4", -1, shape, torch.float32, "row", True)),

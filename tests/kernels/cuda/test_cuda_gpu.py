@@ -3,9 +3,11 @@
 import pytest
 import torch
 from cuda_cases import (
+    AT_A_WORD,
     KEY,
     ROWS_OFFS,
     Call,
+    blocks_of_scales,
     eden_cases,
     hostile,
     requantized,
@@ -25,6 +27,7 @@ pytestmark = [
 BLOCKED = [n for n in table.names() if not table.get(n).passthrough]
 DTYPES = [torch.bfloat16, torch.float32]
 OFFS = torch.tensor(ROWS_OFFS, dtype=torch.int32)
+LONG_OFFS = torch.tensor([0, 5, 230, 230, 500], dtype=torch.int32)
 
 
 def outers(name: str) -> tuple[str, ...]:
@@ -99,6 +102,15 @@ def test_codes_are_re_rounded_along_the_other_axis(name, to):
         rows = torch.randperm(1000)[:70]
         call = requantized(hostile(70, 72), name, "row", to, stochastic(rows=rows), offs=OFFS)
         assert call.wrong(ops, "cuda") == []
+
+
+@pytest.mark.parametrize("offs", [None, LONG_OFFS], ids=["rows", "groups"])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["codes", "values"])
+def test_codes_of_any_size_are_re_rounded_along_the_other_axis(dtype, offs):
+    x = blocks_of_scales(512, 264)
+    named = {} if dtype is None else {"dtype": dtype}
+    for rounding in (stochastic(), stochastic(key=AT_A_WORD), stochastic(rows=torch.randperm(512)), {}):
+        assert requantized(x, "nvfp4", "row", "mxfp8", rounding, offs=offs, **named).wrong(ops, "cuda") == []
 
 
 @pytest.mark.parametrize("name", BLOCKED)

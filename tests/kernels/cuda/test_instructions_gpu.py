@@ -13,7 +13,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-LAUNCHERS = ("jit", "launch_rows", "launch_columns", "launch_messages", "launch_decode")
+LAUNCHERS = ("jit", "launch_rows", "launch_columns", "launch_messages", "launch_decode", "launch_requantize")
 OFFS = torch.tensor(ROWS_OFFS, dtype=torch.int32)
 
 

@@ -7,15 +7,32 @@ import triton.language as tl
 
 
 @triton.jit
-def philox(c0, c1, c2, c3, k0, k1):
+def product(a, M: tl.constexpr, ASM: tl.constexpr):
+    """The lower and the upper word of a * M. With ASM that of a tensor stays one instruction."""
+    if ASM and a.type.is_block():
+        return tl.inline_asm_elementwise(
+            "{ .reg .b64 p; mul.wide.u32 p, $2, $3; mov.b64 {$0, $1}, p; }",
+            "=r,=r,r,r",
+            [a, tl.full(a.shape, M, tl.uint32)],
+            dtype=(tl.uint32, tl.uint32),
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        p = a.to(tl.uint64) * M
+        return p.to(tl.uint32), (p >> 32).to(tl.uint32)
+
+
+@triton.jit
+def philox(c0, c1, c2, c3, k0, k1, ASM: tl.constexpr = False):
     """The four output words (uint32). What is the same for a whole program is best passed as scalars."""
     for _ in tl.static_range(10):
-        a = c0.to(tl.uint64) * 0xD2511F53
-        b = c2.to(tl.uint64) * 0xCD9E8D57
-        c0 = (b >> 32).to(tl.uint32) ^ c1 ^ k0
-        c2 = (a >> 32).to(tl.uint32) ^ c3 ^ k1
-        c1 = b.to(tl.uint32)
-        c3 = a.to(tl.uint32)
+        a_low, a_high = product(c0, 0xD2511F53, ASM)
+        b_low, b_high = product(c2, 0xCD9E8D57, ASM)
+        c0 = b_high ^ c1 ^ k0
+        c2 = a_high ^ c3 ^ k1
+        c1 = b_low
+        c3 = a_low
         k0 = (k0 + 0x9E3779B9).to(tl.uint32)
         k1 = (k1 + 0xBB67AE85).to(tl.uint32)
     return c0, c1, c2, c3

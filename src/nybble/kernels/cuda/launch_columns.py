@@ -7,7 +7,7 @@ from nybble.formats import blocks
 from nybble.formats.table import Format
 from nybble.kernels.cuda import columns as column_kernel
 from nybble.kernels.cuda import groups as group_kernel
-from nybble.kernels.cuda import launch_decode
+from nybble.kernels.cuda import launch_decode, launch_requantize
 from nybble.kernels.cuda.column_source import TILE, Source
 from nybble.kernels.cuda.jit import cdiv, use_asm
 from nybble.kernels.cuda.launch_rows import GRID_LIMIT, SCALES, Draw, pow2
@@ -91,7 +91,9 @@ def quantize_columns(
         launch_decode.zero_tail(values, offs)
     per_warp = 32 // (block // 8) * 8
     out_bf16 = dtype == torch.bfloat16
-    if count and width:
+    if launch_requantize.fits(source, fmt, columns, count, draw, dtype):
+        launch_requantize.requantize(source, columns, count, draw, table, codes, scales, values)
+    elif count and width:
         column_kernel.quantize_columns[(cdiv(width, per_warp), cdiv(count, WARPS), lead)](
             *source.pointers,
             None if codes is None else codes.view(torch.int32),
