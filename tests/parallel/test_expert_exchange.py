@@ -4,7 +4,7 @@ import layer_cases
 import pytest
 import ranks
 
-from nybble.recipes import LEGS
+from nybble.recipes import LEGS, load_recipe
 
 PLAIN = dict.fromkeys(LEGS, "fp32")
 CASES = {
@@ -13,6 +13,7 @@ CASES = {
     "mxfp8": (dict.fromkeys(LEGS, "mxfp8"), "spread", None),
     "nvfp4": (dict.fromkeys(LEGS, "nvfp4"), "spread", None),
     "nvfp4 dispatch": (PLAIN | {"dispatch": "nvfp4"}, "spread", None),
+    "hopper": ({}, "spread", {**load_recipe("hopper").to_dict()["rule"][0], "hint": ""}),
     "all to the first rank": (PLAIN, "first", None),
     "all to one expert": (PLAIN, "one", None),
 }
@@ -26,7 +27,7 @@ def found():
 
 
 @pytest.mark.parametrize(
-    "case", ["fp32", "bf16", "nvfp4 dispatch", "all to the first rank", "all to one expert"]
+    "case", ["fp32", "bf16", "nvfp4 dispatch", "hopper", "all to the first rank", "all to one expert"]
 )
 def test_operands_of_all_products_are_those_of_one_process(found, case):
     """Stochastic rounding included. BF16 legs lose nothing of BF16 activations; the codes of NVFP4 x are
