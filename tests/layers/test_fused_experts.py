@@ -221,9 +221,11 @@ def test_only_codes_and_routing_are_kept(saved_tensors):
 
 @pytest.mark.usefixtures("as_on_a_gpu")
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-def test_the_compiler_sees_one_graph_with_the_bits_of_eager():
+@pytest.mark.parametrize("recipe", [INKLING, LAST_OF_HOPPER], ids=["inkling", "hopper-mxfp8"])
+def test_the_compiler_sees_one_graph_with_the_bits_of_eager(recipe):
+    """Of x the codes wait for the backward pass, or x itself."""
     torch._dynamo.reset()
-    module, args = experts(), bf16(inputs(T=40))
+    module, args = experts(recipe), bf16(inputs(T=40))
     plain = step(module, *args)
     compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
     for t in (args[0], args[2], *module.parameters()):

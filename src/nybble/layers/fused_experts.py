@@ -53,7 +53,7 @@ class FusedExperts(torch.autograd.Function):
         weight_key: Tensor,
         plan: Plan,
     ) -> Tensor:
-        x = x.contiguous()
+        x = x if x.is_contiguous() else x.contiguous()  # no second name of one tensor, as in `kept.keep`
         run = Pass(plan, Route(order, ends, plan.k), weights, rows, key, weight_key)
         saved_x, x_rows, x_amax = run.enter(x)
         gate_up, factor = run.up(x_rows, x_amax, w_up)

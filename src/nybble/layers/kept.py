@@ -39,7 +39,10 @@ def keep(
         values = Values(decode(codes, gemms.fprop.x, -1, x.shape, dtype), codes.amax)
         return values, list(codes) if wanted else []
     values = cast(x, gemms.fprop.x, -1, dtype, draw)
-    return values, [x.to(kept_dtype(x, gemms))] if wanted else []
+    to = kept_dtype(x, gemms)
+    # torch.compile takes no second name of one tensor from a forward to a backward pass: no `to` that does
+    # nothing.
+    return values, [x if x.dtype == to else x.to(to)] if wanted else []
 
 
 def repeatable(x: Tensor, gemms: GemmTable) -> bool:
