@@ -82,3 +82,14 @@ def top_bytes(a, b, c, d, ASM: tl.constexpr):
         )
     else:
         return (a >> 24) | ((b >> 24) << 8) | ((c >> 24) << 16) | (d & 0xFF000000)
+
+
+@triton.jit
+def top_halves(a, b, ASM: tl.constexpr):
+    """The upper halves of two words, a's low."""
+    if ASM:
+        return tl.inline_asm_elementwise(
+            "prmt.b32 $0, $1, $2, 0x7632;", "=r,r,r", [a, b], dtype=tl.uint32, is_pure=True, pack=1
+        )
+    else:
+        return (a >> 16) | (b & 0xFFFF0000)

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from nybble.kernels.cuda.e4m3 import e4m3_value, e4m3_word_stochastic
-from nybble.kernels.cuda.elements import SIGN, bits, draw_of, value
+from nybble.kernels.cuda.elements import SIGN, bits, draw_of, top_halves, value
 from nybble.kernels.cuda.extremes import max3, max_halves, min8, min_halves, umin
 from nybble.kernels.cuda.nvfp4 import nvfp4_values
 from nybble.kernels.cuda.registers import join4, umax
@@ -73,17 +73,6 @@ def code_magnitudes(word, byte, ASM: tl.constexpr):
         )
     else:
         return nvfp4_values(word, e4m3_value(byte) * 2.0**-14, False, ASM)
-
-
-@triton.jit
-def top_halves(a, b, ASM: tl.constexpr):
-    """The upper halves of two words, a's low."""
-    if ASM:
-        return tl.inline_asm_elementwise(
-            "prmt.b32 $0, $1, $2, 0x7632;", "=r,r,r", [a, b], dtype=tl.uint32, is_pure=True, pack=1
-        )
-    else:
-        return (a >> 16) | (b & 0xFFFF0000)
 
 
 @triton.jit
