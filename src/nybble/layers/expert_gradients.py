@@ -30,25 +30,27 @@ class Gradients(Pass):
     def split_dy(self, dy: Tensor, dgrad: bool, wgrad: bool) -> Split:
         """Operands of the down product from dy [T, H]."""
         spec = self.plan.down.spec
-        rows = self.plan.down.spec.gemms
-        if rows.folds and wgrad:
+        gemms = spec.gemms
+        if gemms.folds and wgrad:
             draw = spec.draw(Role.DGRAD_DY, self.key)._replace(rows=self.rows)
-            codes = folded.gradient(dy, rows.dgrad.dy, draw, self.order, self.plan.k, self.weights)
+            codes = folded.gradient(dy, gemms.dgrad.dy, draw, self.order, self.plan.k, self.weights)
             return self._folded(codes, spec, dgrad, self.token)
         weight = fused.row_factors(
             self.order, self.ends, self.plan.k, None, "bf16", "one", None, "bf16", self.weights
         )
-        if dgrad and wgrad and one_read(rows.dgrad.dy, rows.wgrad.dy):
-            a, b = fused.gradient_both(dy, rows.dgrad.dy.format, self.token, weight, self.ends, self.tiles[0])
+        if dgrad and wgrad and one_read(gemms.dgrad.dy, gemms.wgrad.dy):
+            a, b = fused.gradient_both(
+                dy, gemms.dgrad.dy.format, self.token, weight, self.ends, self.tiles[0]
+            )
             return Split(_plain(a), _plain(b))
         first = second = None
         if dgrad:
             draw = spec.draw(Role.DGRAD_DY, self.key)._replace(rows=self.rows)
-            values, amax = cast(dy, rows.dgrad.dy, -1, self.dgrad_dtype(spec), draw)
+            values, amax = cast(dy, gemms.dgrad.dy, -1, self.dgrad_dtype(spec), draw)
             first = Values(_take(values, self.token), amax)
         if wgrad:
             draw = spec.draw(Role.WGRAD_DY, self.key)._replace(rows=self.pairs)
-            second = self.columns(dy, rows.wgrad.dy, self.wgrad_dtype(spec), draw, self.token, weight)
+            second = self.columns(dy, gemms.wgrad.dy, self.wgrad_dtype(spec), draw, self.token, weight)
         return Split(first, second)
 
     def _folded(self, codes: folded.Gradient, spec: Spec, dgrad: bool, index: Tensor | None) -> Split:
@@ -99,19 +101,19 @@ class Gradients(Pass):
     def split(self, d_up: Tensor, dgrad: bool, wgrad: bool) -> Split:
         """The same of the up product, from the gradient of its rows."""
         spec = self.plan.up.spec
-        rows = spec.gemms
-        if rows.folds and wgrad:
+        gemms = spec.gemms
+        if gemms.folds and wgrad:
             draw = spec.draw(Role.DGRAD_DY, self.key)._replace(rows=self.pairs)
-            return self._folded(folded.gradient(d_up, rows.dgrad.dy, draw), spec, dgrad, None)
+            return self._folded(folded.gradient(d_up, gemms.dgrad.dy, draw), spec, dgrad, None)
         first = second = None
         if dgrad:
             draw = spec.draw(Role.DGRAD_DY, self.key)._replace(rows=self.pairs)
-            first = cast(d_up, rows.dgrad.dy, -1, self.dgrad_dtype(spec), draw)
+            first = cast(d_up, gemms.dgrad.dy, -1, self.dgrad_dtype(spec), draw)
         if wgrad:
             draw = spec.draw(Role.WGRAD_DY, self.key)._replace(rows=self.pairs)
             shared = first is not None and spec.shares_dy
             dtype = self.wgrad_dtype(spec)
-            second = first if shared else self.columns(d_up, rows.wgrad.dy, dtype, draw)
+            second = first if shared else self.columns(d_up, gemms.wgrad.dy, dtype, draw)
         return Split(first, second)
 
     def columns(
@@ -132,10 +134,11 @@ class Gradients(Pass):
                 index, factor, tiles,
             )  # fmt: skip
             return _plain(hopper.row_scaled(codes, scales, tile_ends))
-        rows = x if index is None else fused.gather_rows(x, index, factor)
-        if index is None and factor is not None:
-            rows = (x.float() * factor[:, None]).to(x.dtype)
-        return cast(rows, spec, -2, dtype, draw, self.ends)
+        if index is not None:
+            x = fused.gather_rows(x, index, factor)
+        elif factor is not None:
+            x = folded.times(x, factor)
+        return cast(x, spec, -2, dtype, draw, self.ends)
 
     def wgrad(
         self,

@@ -92,7 +92,10 @@ def scaled_x(
         x = decode(codes, fx, -1, shape, torch.float32)
         x = x * (factor if s is None else s * factor)[:, None]
     else:
-        # Scales of gradients lie far below what FP16 holds.
-        kept_as = torch.float32 if x.dtype == torch.float16 else x.dtype
-        x = (x.float() * factor[:, None]).to(kept_as)
+        x = times(x, factor)
     return cast(x, gemms.wgrad.x, -2, dtype, draw, ends)
+
+
+def times(x: Tensor, factor: Tensor) -> Tensor:
+    """Rows of x times `factor`, in x's dtype; FP16 becomes FP32, as scales of gradients lie far below it."""
+    return (x.float() * factor[:, None]).to(torch.float32 if x.dtype == torch.float16 else x.dtype)

@@ -117,17 +117,17 @@ class PlainExperts(torch.autograd.Function):
             d_up = plan.activation.backward(gate_up, g.mul_(factor)).to(dy.dtype)
             del gate_up, g
             shared = codes = None
+            draw = spec.draw(Role.DGRAD_DY, key)._replace(rows=pairs)
             if need_up and spec.gemms.folds:
-                draw = spec.draw(Role.DGRAD_DY, key)._replace(rows=pairs)
                 codes = folded.gradient(d_up, spec.gemms.dgrad.dy, draw)
             if need_x:
                 # GEMM dgrad of up: d_up[R,2I] @ Wup[E,2I,H] -> dx[R,H], then the sum over a token's k rows
                 dgrad = spec.gemms.dgrad
                 dtype = compute_dtype(dy.device, dgrad.dy, dgrad.w, "rows", groups)
-                draw = spec.draw(Role.DGRAD_DY, key)._replace(rows=pairs)
-                values = (
-                    cast(d_up, dgrad.dy, -1, dtype, draw) if codes is None else codes.along(dgrad.dy, dtype)
-                )
+                if codes is not None:
+                    values = codes.along(dgrad.dy, dtype)
+                else:
+                    values = cast(d_up, dgrad.dy, -1, dtype, draw)
                 shared = values if spec.shares_dy else None
                 w = plan.up.dgrad(w_up, weight_key, dtype)
                 scale = _row_scale(values.amax, dgrad.dy, w.amax, dgrad.w, routed)
