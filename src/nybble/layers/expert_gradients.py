@@ -9,8 +9,9 @@ from nybble import formats
 from nybble.formats import Operand as Role
 from nybble.kernels import fused, hopper
 from nybble.layers import folded, gemm, kept
+from nybble.layers.casting import cast
 from nybble.layers.expert_pass import Pass, coded
-from nybble.layers.operand import FP8, Draw, Values, cast, ends_of, one_read, outer, product
+from nybble.layers.operand import FP8, Draw, Values, ends_of, one_read, outer, product
 from nybble.layers.weights import Spec
 from nybble.recipes import Operand
 

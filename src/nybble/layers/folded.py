@@ -11,18 +11,8 @@ from torch import Tensor
 
 from nybble.kernels import direct, fused, hopper
 from nybble.layers import kept
-from nybble.layers.operand import (
-    FP8,
-    Codes,
-    Draw,
-    Values,
-    cast,
-    decode,
-    encode,
-    outer,
-    recast_columns,
-    token_scaled,
-)
+from nybble.layers.casting import cast, decode, encode, recast_columns
+from nybble.layers.operand import FP8, Codes, Draw, Values, outer, token_scaled
 from nybble.recipes import GemmTable, Operand
 
 

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from nybble.kernels import fused
-from nybble.layers.operand import Codes, Draw, Values, cast, decode, encode, recast, take_rows
+from nybble.layers.casting import cast, decode, encode, recast
+from nybble.layers.operand import Codes, Draw, Values, take_rows
 from nybble.recipes import GemmTable
 
 Saved = list[Tensor]

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from nybble.formats import Operand as Role
 from nybble.layers import folded, gemm, kept
-from nybble.layers.operand import Draw, cast, cast_both, compute_dtype, one_read, outer, product
+from nybble.layers.casting import cast, cast_both
+from nybble.layers.operand import Draw, compute_dtype, one_read, outer, product
 from nybble.layers.step import StepState
 from nybble.layers.weight_cache import WeightCache, tag_of
 from nybble.layers.weights import Spec, Weight

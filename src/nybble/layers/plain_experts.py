@@ -10,8 +10,9 @@ from torch import Tensor
 
 from nybble.formats import Operand as Role
 from nybble.layers import folded, gemm, kept
+from nybble.layers.casting import cast
 from nybble.layers.expert_pass import Plan
-from nybble.layers.operand import Values, cast, compute_dtype, ends_of, outer, product
+from nybble.layers.operand import Values, compute_dtype, ends_of, outer, product
 from nybble.layers.routing import Route, combine
 from nybble.layers.weights import Spec
 from nybble.recipes import Operand

@@ -10,20 +10,8 @@ from nybble import formats
 from nybble.formats import Operand as Role
 from nybble.formats.philox import part_key
 from nybble.kernels import fused
-from nybble.layers.operand import (
-    FP8,
-    NATIVE,
-    Codes,
-    Draw,
-    Values,
-    cast,
-    cast_both,
-    decode,
-    encode,
-    one_read,
-    recast,
-    shape_of,
-)
+from nybble.layers.casting import cast, cast_both, decode, encode, recast
+from nybble.layers.operand import FP8, NATIVE, Codes, Draw, Values, one_read, shape_of
 from nybble.layers.weight_cache import WeightCache
 from nybble.recipes import OPERANDS, GemmTable
 
