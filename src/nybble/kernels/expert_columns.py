@@ -110,12 +110,12 @@ def fp8_columns(
     """
     x = x if index is None else x.index_select(0, index)
     x = x if factor is None else (x.float() * factor[:, None]).to(x.dtype)
-    return _columns(x, x, rounding, key, layer, operand, rows, offs)
+    return _columns(x, None, rounding, key, layer, operand, rows, offs)
 
 
 def _columns(
     x: Tensor,
-    top: Tensor,
+    top: Tensor | None,
     rounding: str,
     key: Tensor | None,
     layer: int,
@@ -125,22 +125,22 @@ def _columns(
 ) -> tuple[Tensor, Tensor]:
     """`fp8_columns` of x [R, C] by the amax of the columns of `top` [R, C], which is that of x or above."""
     R, C = x.shape
-    starts, groups = [0, *token_tiles(offs, R)[1].tolist()], offs.shape[0]
-    codes = torch.zeros(C, TILE * (R // TILE + groups), dtype=torch.uint8, device=x.device)
-    scales = torch.ones(groups, C, device=x.device)
+    codes = torch.zeros(R, C, dtype=torch.uint8, device=x.device)
+    scales = torch.ones(offs.shape[0], C, device=x.device)
     names = torch.arange(R, device=x.device) if rows is None else rows
     for g, own in enumerate(group_slices(offs)):
         size = own.stop - own.start
         if size > 0:
-            # One row more, of the amaxes, decides the scales.
-            values = torch.cat([x[own], top[own].abs().amax(0).to(x.dtype)[None]])
+            values, named = x[own], names[own]
+            if top is not None:  # one row more, of the amaxes, decides the scales
+                values = torch.cat([values, top[own].abs().amax(0).to(x.dtype)[None]])
+                named = torch.cat([named, named[:1]])
             part, scale, _ = ops.quantize(
-                values, "fp8-row", -2, rounding, "tensor", key, layer, operand,
-                torch.cat([names[own], names[own][:1]]),
-            )  # fmt: skip
-            codes[:, starts[g] : starts[g] + size] = part[:, :-1]
+                values, "fp8-row", -2, rounding, "tensor", key, layer, operand, named
+            )
+            codes[own] = part[:, :size].t()
             scales[g] = scale[:, 0]
-    return codes, scales
+    return transpose_codes(codes, offs), scales
 
 
 def fp8_columns_of_codes(

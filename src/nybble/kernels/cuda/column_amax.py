@@ -133,8 +133,9 @@ def column_bounds(
     n = tl.arange(0, W * 32)
     tile = begin + n // 32
     has_tile = tile < blocks
-    row = tl.load(start_ptr + tile, mask=has_tile, other=0) + n % 32
-    inside = n % 32 < tl.load(count_ptr + tile, mask=has_tile, other=0)
+    start, count = block_bounds(start_ptr, count_ptr, tile, has_tile, 0, 32, True)
+    row = start + n % 32
+    inside = n % 32 < count
     at = row
     if HAS_INDEX:
         at = tl.load(index_ptr + row, mask=inside, other=0)

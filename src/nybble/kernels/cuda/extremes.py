@@ -47,12 +47,6 @@ def min3(a, b, c, ASM: tl.constexpr):
 
 
 @triton.jit
-def max8(t, ASM: tl.constexpr):
-    """The largest of eight."""
-    return umax(max3(max3(t[0], t[1], t[2], ASM), max3(t[3], t[4], t[5], ASM), t[6], ASM), t[7])
-
-
-@triton.jit
 def min8(t, ASM: tl.constexpr):
     """The least of eight."""
     return umin(min3(min3(t[0], t[1], t[2], ASM), min3(t[3], t[4], t[5], ASM), t[6], ASM), t[7])

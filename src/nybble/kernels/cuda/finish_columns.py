@@ -63,11 +63,7 @@ def finish_e4m3(
                 values_ptr, words, scales, row, first, count, column, inside, columns, h, OUT_BF16, ASM
             )
         else:
-            nan = first * 0
-            for i in tl.static_range(4):  # padding of a group has code 0 in any block
-                nan = nan | tl.where(first + (4 * h + i) < count, 0x7F << (8 * i), 0)
-            for j in tl.static_range(8):
-                halves = halves + (tl.where(bads[j], nan, words[j]).to(tl.uint32),)
+            halves = halves + words_or_nan(words, bads, first, count, h)
     if not VALUES:
         pairs = ()
         for j in tl.static_range(8):
@@ -75,6 +71,18 @@ def finish_e4m3(
         t = tl.reshape(join8(pairs), (W, LANES, K, 2, 8))
         t = tl.reshape(tl.permute(t, (2, 4, 0, 1, 3)), (K * 8, W * LANES * 2))
         store_transposed(codes_ptr, t, lead, tiles, columns, blocks * (BLOCK // 4), K * 8, W * LANES * 2)
+
+
+@triton.jit
+def words_or_nan(words, bads, first, count, h: tl.constexpr):
+    """Eight of `column_words`, those of bad blocks NaN; padding of a group has code 0 in any block."""
+    nan = first * 0
+    for i in tl.static_range(4):
+        nan = nan | tl.where(first + (4 * h + i) < count, 0x7F << (8 * i), 0)
+    out = ()
+    for j in tl.static_range(8):
+        out = out + (tl.where(bads[j], nan, words[j]).to(tl.uint32),)
+    return out
 
 
 @triton.jit

@@ -90,7 +90,7 @@ def fp8_columns_of_codes(
     zeros = torch.empty(offs.shape[0], codes.shape[1] * 2, dtype=torch.int32, device=codes.device)
     source = replace(_codes_source(codes, scales, amax, format, index, zeros), factor=factor)
     if tiles is None:
-        tiles = launch_columns.block_table(offs, source.shape[1] // TILE + offs.shape[0], TILE, 1)
+        tiles, _ = token_tiles(offs, source.shape[1])
     top = bound_columns(source, tiles)
     out, out_scales = launch_columns.quantize_columns(
         source, table.get("fp8-row"), source.shape[2], 0, top, offs, draw, tiles=tiles
@@ -103,7 +103,7 @@ def transpose_codes(codes: Tensor, offs: Tensor, index: Tensor | None, tiles: Te
     C, R = codes.shape[1], codes.shape[0] if index is None else index.shape[0]
     blocks, warps = R // TILE + offs.shape[0], launch_columns.WARPS
     if tiles is None:
-        tiles = launch_columns.block_table(offs, blocks, TILE, 1)
+        tiles, _ = token_tiles(offs, R)
     out = torch.empty(C, blocks * TILE, dtype=torch.uint8, device=codes.device)
     kernel.transpose_codes[(cdiv(C, 64), cdiv(blocks, warps))](
         codes.view(torch.int64),

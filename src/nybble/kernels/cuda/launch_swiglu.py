@@ -10,7 +10,7 @@ from nybble.kernels.cuda import front, launch_columns, swiglu_gradients_both, sw
 from nybble.kernels.cuda import swiglu_gradients as kernel
 from nybble.kernels.cuda.column_source import TILE
 from nybble.kernels.cuda.jit import cdiv, use_asm
-from nybble.kernels.cuda.launch_expert_columns import gradient_factors, transpose_codes
+from nybble.kernels.cuda.launch_expert_columns import gradient_factors, token_tiles, transpose_codes
 from nybble.kernels.cuda.launch_experts import as_pairs
 from nybble.kernels.cuda.launch_rows import SCALES, pow2
 
@@ -108,7 +108,7 @@ def swiglu_backward_fp8(gates: Gates, tiles: Tensor | None = None) -> tuple[Tens
     ends, (R, width), device = gates.ends, gates.g.shape, gates.g.device
     units, blocks = width // 8, R // TILE + ends.shape[0]
     if tiles is None:
-        tiles = launch_columns.block_table(ends, blocks, TILE, 1)
+        tiles, _ = token_tiles(ends, R)
     if units > WHOLE_ROW:
         d, dots = swiglu_backward(gates, True)
         codes, scales, _ = front.quantize(d, "fp8-row", -1)

@@ -14,7 +14,7 @@ import triton.language as tl
 from nybble.kernels.cuda import scales as rule
 from nybble.kernels.cuda import usual_blocks as usual
 from nybble.kernels.cuda.draws import load_key, philox
-from nybble.kernels.cuda.finish_columns import column_words, store_tokens
+from nybble.kernels.cuda.finish_columns import column_words, store_tokens, words_or_nan
 from nybble.kernels.cuda.nvfp4 import nvfp4_factor
 from nybble.kernels.cuda.sources import NVFP4, block_bounds, tile_maxima
 
@@ -157,11 +157,7 @@ def requantize_columns(
                     ASM,
                 )  # fmt: skip
             else:
-                nan = first * 0
-                for i in tl.static_range(4):  # padding of a group has code 0 in any block
-                    nan = nan | tl.where(first + (4 * h + i) < count, 0x7F << (8 * i), 0)
-                for j in tl.static_range(8):
-                    out = out + (tl.where(bads[j], nan, half[j]).to(tl.uint32),)
+                out = out + words_or_nan(half, bads, first, count, h)
         if not VALUES:
             two = ()
             for k in tl.static_range(4):

@@ -1,6 +1,6 @@
 """Gradients of a SwiGLU over the rows of experts with what FP8 products take of them.
 
-Legend: see `expert_passes.py`. A thread has eight gates, and the eight values that they belong to.
+Legend: see `expert_passes.py`. A unit is eight gates and the eight values that they belong to.
 """
 # mypy: ignore-errors
 # ruff: noqa: RUF005 -- Triton adds tuples but does not unpack them

@@ -26,6 +26,24 @@ def turned(a, b, c, d, ASM: tl.constexpr):
     return w0, w1, w2, w3
 
 
+@triton.jit
+def turned_rows(rows, ASM: tl.constexpr):
+    """Sixteen words of eight columns, rows 0 to 3 of each, then 4 to 7, of eight rows as int64."""
+    out = ()
+    for h in tl.static_range(2):
+        low = ()
+        high = ()
+        for i in tl.static_range(4 * h, 4 * h + 4):
+            low = low + (rows[i].to(tl.uint32),)
+            high = high + ((rows[i] >> 32).to(tl.uint32),)
+        out = (
+            out
+            + turned(low[0], low[1], low[2], low[3], ASM)
+            + turned(high[0], high[1], high[2], high[3], ASM)
+        )
+    return out
+
+
 @triton.jit(do_not_specialize=["blocks"])
 def transpose_codes(
     codes_ptr,  # int64, eight codes [T, C] each
@@ -48,20 +66,14 @@ def transpose_codes(
     has_block = block < blocks
     start, count = block_bounds(start_ptr, count_ptr, block, has_block, 0, BLOCK, True)
     inside = has_block & (unit * 8 < columns)
-    lows = ()
-    highs = ()
+    rows = ()
     for i in tl.static_range(8):
         mask = inside & (first + i < count)
         row = (start + first + i).to(tl.int64)
         if HAS_INDEX:
             row = tl.load(index_ptr + row, mask=mask, other=0).to(tl.int64)
-        eight = tl.load(codes_ptr + (row * (columns >> 3) + unit), mask=mask, other=0)
-        lows = lows + (eight.to(tl.uint32),)
-        highs = highs + ((eight >> 32).to(tl.uint32),)
-    halves = ()
-    for h in tl.static_range(2):
-        halves = halves + turned(lows[4 * h], lows[4 * h + 1], lows[4 * h + 2], lows[4 * h + 3], ASM)
-        halves = halves + turned(highs[4 * h], highs[4 * h + 1], highs[4 * h + 2], highs[4 * h + 3], ASM)
+        rows = rows + (tl.load(codes_ptr + (row * (columns >> 3) + unit), mask=mask, other=0),)
+    halves = turned_rows(rows, ASM)
     pairs = ()
     for j in tl.static_range(8):
         pairs = pairs + (tl.join(halves[j], halves[8 + j]),)
@@ -90,18 +102,12 @@ def transpose_tile(codes_ptr, out_ptr, tile, start, count, units, tiles, N: tl.c
     begin = 0
     while begin < units:
         unit = begin + n // LANES
-        lows = ()
-        highs = ()
+        rows = ()
         for i in tl.static_range(8):
             row = (start + first + i).to(tl.int64)
             mask = (unit < units) & (first + i < count)
-            eight = tl.load(codes_ptr + (row * units + unit), mask=mask, other=0)
-            lows = lows + (eight.to(tl.uint32),)
-            highs = highs + ((eight >> 32).to(tl.uint32),)
-        halves = ()
-        for h in tl.static_range(2):
-            halves = halves + turned(lows[4 * h], lows[4 * h + 1], lows[4 * h + 2], lows[4 * h + 3], ASM)
-            halves = halves + turned(highs[4 * h], highs[4 * h + 1], highs[4 * h + 2], highs[4 * h + 3], ASM)
+            rows = rows + (tl.load(codes_ptr + (row * units + unit), mask=mask, other=0),)
+        halves = turned_rows(rows, ASM)
         for j in tl.static_range(8):
             both = halves[j].to(tl.uint64) | (halves[8 + j].to(tl.uint64) << 32)
             at = (unit * 8 + j).to(tl.int64) * (tiles * LANES) + (tile * LANES + n % LANES)

@@ -14,6 +14,7 @@ A thread owns 8 tokens x 8 features, a warp a tile of 32 x 64.
 import triton
 import triton.language as tl
 
+from nybble.kernels.cuda import columns
 from nybble.kernels.cuda.e4m3 import e4m3_value, e4m3_word_stochastic
 from nybble.kernels.cuda.elements import SIGN, bits, draw_of, top_halves, value
 from nybble.kernels.cuda.extremes import max3, max_halves, min8, min_halves, umin
@@ -96,8 +97,7 @@ def scale_pairs(x, ASM: tl.constexpr):
 @triton.jit
 def over_lanes(t):
     """Maximum of uint32 below 2^31 over the four lanes of a block's tokens, to each of them."""
-    m = tl.max(tl.reshape(t.to(tl.int32), (4, 8)), axis=0)
-    return tl.reshape(tl.broadcast_to(m[None, :], (4, 8)), (32,)).to(tl.uint32)
+    return columns.to_lanes(columns.over_lanes(t, 1, 4, 8), 1, 4, 8)
 
 
 @triton.jit
