@@ -120,29 +120,21 @@ def recast(
     """Values of codes brought back to FP32 and rounded again as `to` along `to_axis`."""
     if spec.format in _PLAIN:
         return cast(codes.codes, to, to_axis, dtype, draw, offs)
-    if to.format in _PLAIN or to.hadamard:
-        return cast(
-            decode(codes, spec, axis, shape, torch.float32, apply_outer=True), to, to_axis, dtype, draw, offs
-        )
-    if dtype == NATIVE:
-        new, scales, amax = direct.requantize(
-            *codes, spec.format, axis, spec.outer, shape, to.format, to_axis,
-            to.rounding, to.outer, *_draw(to, draw), offs,
-        )  # fmt: skip
-        return Values(blackwell.coded(new, scales, to.format, tuple(shape), to_axis, offs), amax)
-    if _by_columns(to, to_axis, offs):
+    columns = _by_columns(to, to_axis, offs) and not to.hadamard
+    if columns and axis == -1 and token_scaled(spec):
         assert offs is not None
-        if axis == -1 and token_scaled(spec):
-            return recast_columns(codes, spec, to, dtype, draw, offs)
-        return cast(
-            decode(codes, spec, axis, shape, torch.float32, apply_outer=True), to, to_axis, dtype, draw, offs
-        )
-    if dtype == FP8:
+        return recast_columns(codes, spec, to, dtype, draw, offs)
+    if to.format in _PLAIN or to.hadamard or columns:
+        full = decode(codes, spec, axis, shape, torch.float32, apply_outer=True)
+        return cast(full, to, to_axis, dtype, draw, offs)
+    if dtype in (NATIVE, FP8):
         new, scales, amax = direct.requantize(
             *codes, spec.format, axis, spec.outer, shape, to.format, to_axis,
             to.rounding, to.outer, *_draw(to, draw), offs,
         )  # fmt: skip
-        return Values(hopper.row_scaled(new, scales), amax)
+        if dtype == FP8:
+            return Values(hopper.row_scaled(new, scales), amax)
+        return Values(blackwell.coded(new, scales, to.format, tuple(shape), to_axis, offs), amax)
     return Values(
         *direct.fake_requantize(
             *codes, spec.format, axis, spec.outer, shape, to.format, to_axis, dtype,

@@ -61,7 +61,8 @@ class Gradients(Pass):
             first = codes.along(spec.gemms.dgrad.dy, self.dgrad_dtype(spec))
             first = first if index is None else Values(_take(first.values, index), first.amax)
         dtype = self.wgrad_dtype(spec)
-        second = codes.across(spec.gemms.wgrad.dy, dtype, self.ends, index, self.tiles)
+        tiles = self.tiles if dtype == FP8 else None
+        second = codes.across(spec.gemms.wgrad.dy, dtype, self.ends, index, tiles)
         return Split(first, second, codes.factor)
 
     def gate_gradients(
@@ -138,7 +139,7 @@ class Gradients(Pass):
         if index is not None:
             x = fused.gather_rows(x, index, factor)
         elif factor is not None:
-            x = folded.times(x, factor)
+            x = kept.times(x, factor)
         return cast(x, spec, -2, dtype, draw, self.ends)
 
     def wgrad(
@@ -169,10 +170,7 @@ class Gradients(Pass):
             x = self.columns(saved[0], to, dtype_x, draw, index, factor)
         else:
             saved = saved if index is None else kept.take(saved, gemms, index)
-            if factor is not None:
-                x = folded.scaled_x(saved, gemms, shape, factor, dtype_x, draw, self.ends)
-            else:
-                x = kept.wgrad_operand(saved, gemms, shape, dtype_x, draw, self.ends)
+            x = kept.wgrad_operand(saved, gemms, shape, dtype_x, draw, self.ends, factor)
         scale = product(outer(dy.amax, gemms.wgrad.dy), outer(x.amax, to))
         ends = ends_of(self.ends, to)
         out = gemm.grouped_columns(dy.values, x.values, ends, dtype if scale is None else torch.float32)

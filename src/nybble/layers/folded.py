@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from nybble.kernels import direct, fused, hopper
-from nybble.layers import kept
-from nybble.layers.casting import cast, decode, encode, recast_columns
-from nybble.layers.operand import FP8, Codes, Draw, Values, outer, token_scaled
-from nybble.recipes import GemmTable, Operand
+from nybble.layers.casting import decode, encode
+from nybble.layers.operand import FP8, Codes, Draw, Values
+from nybble.recipes import Operand
 
 
 class Gradient(NamedTuple):
@@ -38,13 +37,14 @@ class Gradient(NamedTuple):
     ) -> Values:
         """The operand of wgrad, without the scales: rows `index` [R] of dy, or all, in groups that end at
         `offs`. `tiles` as `fused.token_tiles` gives them, where they are known."""
-        q, ones, none = self.codes.codes, torch.ones_like(self.codes.scales), self.codes.amax
+        q, none = self.codes.codes, self.codes.amax
         if dtype == FP8:
             assert offs is not None
             rows = len(q if index is None else index)
             table, ends = fused.token_tiles(offs, rows) if tiles is None else tiles
             columns = fused.transpose_codes(q, offs, index, table)
             return Values(hopper.RowScaled(columns.view(FP8), None, ends), none)
+        ones = torch.ones_like(self.codes.scales)
         values = direct.dequantize(q, ones, none, spec.format, -1, q.shape, dtype, spec.outer, False)
         return Values(values if index is None else values.index_select(0, index), none)
 
@@ -61,31 +61,3 @@ def gradient(
     codes = encode(dy, spec, -1, draw)
     scales = codes.scales.squeeze(-1)
     return Gradient(codes, fused.gradient_factors(codes.codes, scales, order, k, weights))
-
-
-def scaled_x(
-    saved: kept.Saved,
-    gemms: GemmTable,
-    shape: tuple[int, ...],
-    factor: Tensor,
-    dtype: torch.dtype,
-    draw: Draw,
-    ends: Tensor | None = None,
-) -> Values:
-    """`kept.wgrad_operand` of x [T, K] whose rows are multiplied by `factor` [T]."""
-    x = saved[0]
-    if kept.from_codes(gemms):
-        fx, codes = gemms.fprop.x, Codes(*saved)
-        if ends is not None and token_scaled(fx):
-            return recast_columns(codes, fx, gemms.wgrad.x, dtype, draw, ends, factor)
-        s = outer(codes.amax, fx)
-        x = decode(codes, fx, -1, shape, torch.float32)
-        x = x * (factor if s is None else s * factor)[:, None]
-    else:
-        x = times(x, factor)
-    return cast(x, gemms.wgrad.x, -2, dtype, draw, ends)
-
-
-def times(x: Tensor, factor: Tensor) -> Tensor:
-    """Rows of x times `factor`, in x's dtype; FP16 becomes FP32, as scales of gradients lie far below it."""
-    return (x.float() * factor[:, None]).to(torch.float32 if x.dtype == torch.float16 else x.dtype)

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from nybble.kernels import fused
-from nybble.layers.casting import cast, decode, encode, recast
-from nybble.layers.operand import Codes, Draw, Values, take_rows
+from nybble.layers.casting import cast, decode, encode, recast, recast_columns
+from nybble.layers.operand import Codes, Draw, Values, outer, take_rows, token_scaled
 from nybble.recipes import GemmTable
 
 Saved = list[Tensor]
@@ -71,11 +71,25 @@ def wgrad_operand(
     dtype: torch.dtype,
     draw: Draw,
     ends: Tensor | None = None,
+    factor: Tensor | None = None,
 ) -> Values:
-    """x [T, K] as the operand of wgrad, along T (along each group of `ends`)."""
-    if from_codes(gemms):
-        return recast(Codes(*saved), gemms.fprop.x, -1, shape, gemms.wgrad.x, -2, dtype, draw, ends)
-    return cast(saved[0], gemms.wgrad.x, -2, dtype, draw, ends)
+    """x [T, K], rows times `factor` [T], as the operand of wgrad, along T (along each group of `ends`)."""
+    to = gemms.wgrad.x
+    if not from_codes(gemms):
+        return cast(saved[0] if factor is None else times(saved[0], factor), to, -2, dtype, draw, ends)
+    fx, codes = gemms.fprop.x, Codes(*saved)
+    if factor is None:
+        return recast(codes, fx, -1, shape, to, -2, dtype, draw, ends)
+    if ends is not None and token_scaled(fx):
+        return recast_columns(codes, fx, to, dtype, draw, ends, factor)
+    s = outer(codes.amax, fx)
+    x = decode(codes, fx, -1, shape, torch.float32)
+    return cast(x * (factor if s is None else s * factor)[:, None], to, -2, dtype, draw, ends)
+
+
+def times(x: Tensor, factor: Tensor) -> Tensor:
+    """Rows of x times `factor`, in x's dtype; FP16 becomes FP32, as scales of gradients lie far below it."""
+    return (x.float() * factor[:, None]).to(torch.float32 if x.dtype == torch.float16 else x.dtype)
 
 
 def take(saved: Saved, gemms: GemmTable, index: Tensor) -> Saved:

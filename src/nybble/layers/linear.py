@@ -167,7 +167,7 @@ class _Linear(torch.autograd.Function):
                 a, a_amax = across or cast(dy, gemms.wgrad.dy, -2, dtype, draw)
             draw = plan.draw(Role.WGRAD_X, key, rows)
             if codes is not None:
-                b, b_amax = folded.scaled_x(saved, gemms, ctx.shape, codes.factor, dtype, draw)
+                b, b_amax = kept.wgrad_operand(saved, gemms, ctx.shape, dtype, draw, None, codes.factor)
             else:
                 b, b_amax = plan.state.kept_inputs.get(
                     saved[0], gemms.wgrad.x, (gemms.fprop.x, ctx.shape, dtype),

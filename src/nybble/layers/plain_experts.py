@@ -184,14 +184,14 @@ def _wgrad(
     """
     wgrad = spec.gemms.wgrad
     compute = compute_dtype(dy.device, wgrad.dy, wgrad.x, "columns", ends.shape[0])
-    x_draw = spec.draw(Role.WGRAD_X, key)._replace(rows=pairs)
     if codes is not None:
         a, a_amax = codes.across(wgrad.dy, compute, ends, token)
-        b, b_amax = folded.scaled_x(saved, spec.gemms, shape, codes.factor, compute, x_draw, ends)
     else:
         draw = spec.draw(Role.WGRAD_DY, key)._replace(rows=pairs)
         a, a_amax = cast(dy, wgrad.dy, -2, compute, draw, ends) if shared is None else shared
-        b, b_amax = kept.wgrad_operand(saved, spec.gemms, shape, compute, x_draw, ends)
+    draw = spec.draw(Role.WGRAD_X, key)._replace(rows=pairs)
+    factor = None if codes is None else codes.factor
+    b, b_amax = kept.wgrad_operand(saved, spec.gemms, shape, compute, draw, ends, factor)
     scale = product(outer(a_amax, wgrad.dy), outer(b_amax, wgrad.x))
     ends = ends_of(ends, wgrad.x)
     out = gemm.grouped_columns(a, b, ends, dtype if scale is None else torch.float32)
