@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 
 from nybble.cli import main
 
@@ -10,8 +11,14 @@ from nybble.cli import main
 def test_every_kernel_of_the_device_is_on_the_ladder(tmp_path, capsys, monkeypatch):
     from nybble.analysis import clock
 
-    monkeypatch.setattr(clock, "copy_rate", lambda _: 1e9)
-    monkeypatch.setattr(clock, "matrix_rate", lambda _: 1e9)
+    class Steady(clock.Timed):
+        def once(self) -> float:
+            return 2.0
+
+    device = torch.device("cpu")
+    steady = clock.Ceiling(timed=Steady(launch=lambda: None, calls=1, device=device), work=2e6)  # 1e9 / s
+    monkeypatch.setattr(clock, "copy", lambda _: steady)
+    monkeypatch.setattr(clock, "matrix", lambda _: steady)
     file = tmp_path / "ladder.json"
     status = main(
         ["bench", "--device", "cpu", "--rows", "64", "--cols", "64", "--experts", "2", "--json", str(file)]

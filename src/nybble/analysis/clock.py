@@ -1,75 +1,108 @@
-"""How long a call takes on a device, and the ceilings of the device: copy bandwidth and matrix rate."""
+"""How long calls take on a device, beside its ceilings: a large copy and a large matrix product.
+
+A device runs faster cool than warm, so that a call and what it is compared with take turns.
+"""
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 Call = Callable[[], object]
+REPLAY_MS, MOST_CALLS = 1.0, 20
+"""A graph holds as many calls as take about so long, so that what a launch costs does not count."""
 
 
-def milliseconds(call: Call, device: torch.device, seconds: float = 0.2) -> float:
-    """Median time of `call` over about `seconds`, after it was called twice.
+@dataclass(frozen=True, kw_only=True)
+class Timed:
+    """What is launched at once, and how many calls that makes."""
 
-    On a GPU the call is captured as a graph and replayed between events, so that the host's time does not
-    count; what cannot be captured is launched as it is.
-    """
+    launch: Call
+    calls: int
+    device: torch.device
+
+    def once(self) -> float:
+        """Milliseconds a call, of one launch."""
+        if self.device.type != "cuda":
+            begin = time.perf_counter()
+            self.launch()
+            return (time.perf_counter() - begin) * 1e3 / self.calls
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        self.launch()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / self.calls
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ceiling:
+    """A call that a device does as fast as it can, and the bytes moved or operations done by it."""
+
+    timed: Timed
+    work: float
+
+
+def timed(call: Call, device: torch.device, capture: bool = True) -> Timed:
+    """`call`, after it was called twice; on a GPU as a graph, to leave out the host, where it can be one."""
     call()
     call()
-    if device.type == "cuda":
-        return _on_gpu(_captured(call), seconds)
-    times: list[float] = []
-    while len(times) < 3 or (sum(times) < seconds and len(times) < 200):
-        start = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times) * 1e3
+    single = Timed(launch=call, calls=1, device=device)
+    if device.type != "cuda" or not capture:
+        return single
+    graph = _captured(call, 1)
+    if graph is None:
+        return single
+    ms = Timed(launch=graph, calls=1, device=device).once()
+    calls = min(max(math.ceil(REPLAY_MS / ms), 1), MOST_CALLS)
+    many = _captured(call, calls)
+    return single if many is None else Timed(launch=many, calls=calls, device=device)
 
 
-def _captured(call: Call) -> Call:
+def in_turns(calls: Sequence[Timed], seconds: float = 0.2) -> list[float]:
+    """The median milliseconds of each, launched one after the other for about `seconds` each."""
+    times: list[list[float]] = [[] for _ in calls]
+    spent, rounds = 0.0, 0
+    while rounds < 5 or (spent < seconds * len(calls) * 1e3 and rounds < 200):
+        for call, seen in zip(calls, times, strict=True):
+            seen.append(call.once())
+            spent += seen[-1] * call.calls
+        rounds += 1
+    return [statistics.median(seen) for seen in times]
+
+
+def _captured(call: Call, calls: int) -> Call | None:
+    """A graph of that many calls, replayed once; None if it cannot be one."""
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     try:
         with torch.cuda.graph(graph):
-            call()
+            for _ in range(calls):
+                call()
     except RuntimeError:
         torch.cuda.synchronize()
-        return call
+        return None
     graph.replay()
     return graph.replay
 
 
-def _on_gpu(call: Call, seconds: float) -> float:
-    times: list[float] = []
-    while len(times) < 5 or (sum(times) < seconds * 1e3 and len(times) < 200):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        call()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end))
-    return statistics.median(times)
-
-
-def copy_rate(device: torch.device) -> float:
-    """Bytes a second, read and written, of a large copy."""
+def copy(device: torch.device) -> Ceiling:
+    """Bytes, read and written, of a large copy."""
     size = (1 << 31) if device.type == "cuda" else (1 << 27)
     a = torch.randint(256, (size,), dtype=torch.uint8, device=device)
     b = torch.empty_like(a)
-    if device.type == "cuda":
-        # Not in a graph: there a copy becomes a node that the copy engines run, at two thirds of the speed.
-        return 2 * size / _on_gpu(lambda: b.copy_(a), 0.1) * 1e3
-    return 2 * size / milliseconds(lambda: b.copy_(a), device) * 1e3
+    # Not in a graph: there a copy becomes a node that the copy engines run, at two thirds of the speed.
+    return Ceiling(timed=timed(lambda: b.copy_(a), device, capture=False), work=2 * size)
 
 
-def matrix_rate(device: torch.device) -> float:
-    """Operations a second of a large matrix product: BF16 on a GPU, FP32 on a CPU, which computes in it."""
+def matrix(device: torch.device) -> Ceiling:
+    """Operations of a large matrix product: BF16 on a GPU, FP32 on a CPU, which computes in it."""
     n = 8192 if device.type == "cuda" else 1024
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    a: Tensor = torch.randn(n, n, device=device, dtype=dtype)
-    b = torch.randn(n, n, device=device, dtype=dtype)
-    return 2 * n**3 / milliseconds(lambda: a @ b, device) * 1e3
+    a, b = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))
+    return Ceiling(timed=timed(lambda: a @ b, device), work=2 * n**3)

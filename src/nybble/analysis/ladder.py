@@ -46,7 +46,7 @@ class Measured:
     rung: Rung
     ms: float
     share: float
-    """Of the measured copy bandwidth, or of the measured matrix rate."""
+    """Of the bandwidth of a copy, or of the rate of a matrix product, measured in turns with it."""
     to_bf16: float | None = None
     """Its time over that of its BF16 counterpart."""
     to_torchao: float | None = None
@@ -76,20 +76,20 @@ def climb(
     device: torch.device, rows: int, cols: int, experts: int, tell: Callable[[Measured], None]
 ) -> list[Measured]:
     """Measure every rung on [rows, cols] and tell of each as it is done."""
-    copy, matrix = clock.copy_rate(device), clock.matrix_rate(device)
+    copy, matrix = clock.copy(device), clock.matrix(device)
     x = torch.randn(rows, cols, device=device, dtype=torch.bfloat16)
     peers = torchao_calls(x)
     peer_ms: dict[str, float] = {}
     done: dict[str, Measured] = {}
     for rung in (*quantisers(x, experts), *products(device, rows, cols, experts)):
-        ms = clock.milliseconds(rung.call, device)
-        if rung.peer in peers and rung.peer not in peer_ms:
-            peer_ms[rung.peer] = clock.milliseconds(peers[rung.peer], device)
         ceiling = copy if rung.bytes else matrix
+        ms, ceiling_ms = clock.in_turns([clock.timed(rung.call, device), ceiling.timed])
+        if rung.peer in peers and rung.peer not in peer_ms:
+            peer_ms[rung.peer] = clock.in_turns([clock.timed(peers[rung.peer], device)])[0]
         measured = Measured(
             rung=rung,
             ms=ms,
-            share=(rung.bytes or rung.operations) / ms * 1e3 / ceiling,
+            share=(rung.bytes or rung.operations) / ms / (ceiling.work / ceiling_ms),
             to_bf16=ms / done[rung.bf16].ms if rung.bf16 else None,
             to_torchao=ms / peer_ms[rung.peer] if rung.peer in peer_ms else None,
         )

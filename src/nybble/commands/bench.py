@@ -15,8 +15,9 @@ from nybble.errors import ConfigError
 class BenchConfig:
     """Time every kernel, with the bytes or operations that it must do and the share of the device's ceiling.
 
-    Ceilings are measured first: a large copy for what moves memory, a large matrix product for what
-    computes. Ratios are times over those of the same in BF16, and over torchao's where it is installed.
+    Ceilings are measured in turns with each kernel, as a device is slower when it is warm: a large copy for
+    what moves memory, a large matrix product for what computes. Ratios are times over those of the same in
+    BF16, and over torchao's where it is installed.
     """
 
     device: Literal["auto", "cpu", "cuda"] = "auto"

@@ -79,6 +79,6 @@ def requantize(
         enable_fp_fusion=False,
     )
     if rows is not None:
-        kernel.turn[(cdiv(columns, 128), cdiv(count, 64), lead)](
-            rows, scales, count, columns, B=64, C=128, num_warps=4, enable_fp_fusion=False
+        kernel.turn[(cdiv(columns, 128), cdiv(count, 32), lead)](
+            rows, scales, count, columns, B=32, C=128, num_warps=8, enable_fp_fusion=False
         )
