@@ -174,10 +174,10 @@ def test_a_million_random_blocks(name):
 
 
 def test_tiles_do_not_change_draws():
-    from nybble.kernels.cuda import launch_rows
+    from nybble.kernels.cuda import launch_rows, row_source
 
     x, fmt = hostile(64, 2048).cuda(), table.get("nvfp4")
-    rows = launch_rows.as_rows(x, 16)
+    rows = row_source.as_rows(x, 16)
     draw = launch_rows.Draw(key=KEY.cuda(), layer=1, operand=1)
     results = []
     for tile in ((128, 4, 1), (64, 1, 2), (32, 2, 4)):

@@ -5,8 +5,8 @@ import triton
 import triton.language as tl
 
 from nybble.kernels.cuda.registers import advance
-from nybble.kernels.cuda.rows import finite_unit_magnitude, load_unit, top, unit_magnitude
 from nybble.kernels.cuda.scales import INFINITE
+from nybble.kernels.cuda.units import finite_unit_magnitude, load_unit, top, unit_magnitude
 
 
 @triton.jit(do_not_specialize=["units", "groups"])

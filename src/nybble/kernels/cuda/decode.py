@@ -9,8 +9,8 @@ from nybble.kernels.cuda import scales as rule
 from nybble.kernels.cuda.e4m3 import e4m3_values
 from nybble.kernels.cuda.gather import lanes
 from nybble.kernels.cuda.nvfp4 import load_factor, load_nvfp4, nvfp4_values
-from nybble.kernels.cuda.rows import of_row
 from nybble.kernels.cuda.stores import store_values
+from nybble.kernels.cuda.units import of_row
 
 
 @triton.jit(do_not_specialize=["rows", "each", "cleared"])

@@ -13,6 +13,7 @@ from nybble.kernels.cuda import launch_columns as by_columns
 from nybble.kernels.cuda import launch_eden as by_runs
 from nybble.kernels.cuda import launch_rows as by_rows
 from nybble.kernels.cuda import launch_squares as by_squares
+from nybble.kernels.cuda import row_source
 from nybble.kernels.cuda.column_source import Source, as_source
 from nybble.kernels.cuda.jit import cdiv
 from nybble.kernels.cuda.launch_decode import row_decode_scales
@@ -63,7 +64,7 @@ def run(job: Job, x: Tensor) -> tuple[Tensor, ...]:
 
 
 def _rows(job: Job, x: Tensor) -> tuple[Tensor, ...]:
-    fmt, unit, (lead, height, width) = job.fmt, by_rows.unit_of(job.fmt), job.matrices
+    fmt, unit, (lead, height, width) = job.fmt, row_source.unit_of(job.fmt), job.matrices
     # A row's own amax is found in the same pass, unless it is to be made a power of two first.
     in_pass = fmt.two_level and job.outer == "row" and not fmt.outer_pow2
     whole = fmt.block_cols is None or (fmt.two_level and job.outer == "row")
@@ -71,12 +72,12 @@ def _rows(job: Job, x: Tensor) -> tuple[Tensor, ...]:
     count = lead if fmt.two_level and job.outer == "matrix" else 1
     joined = None
     if not whole and flat_block and job.draw.rows is None and job.offs is None:
-        joined = by_rows.long_rows(x, count, unit)
+        joined = row_source.long_rows(x, count, unit)
     group = None
     if joined is not None:
-        rows = by_rows.as_rows(joined, unit)
+        rows = row_source.as_rows(joined, unit)
     else:
-        rows = by_rows.as_rows(by_rows.as_matrix(x), unit)
+        rows = row_source.as_rows(row_source.as_matrix(x), unit)
         if fmt.two_level and not in_pass:
             group = _row_group(job, x.device)
     amax = torch.empty(job.amax_shape, dtype=torch.float32, device=x.device)
@@ -156,10 +157,10 @@ def _column_amax(job: Job, x: Tensor) -> Tensor:
             inside = inside & (torch.arange(x.shape[0], device=x.device)[:, None] < end)
         return torch.where(inside, x, 0).abs().amax(-2).float()
     count = x.shape[0] if job.outer == "matrix" and x.dim() == 3 else 1
-    joined = by_rows.long_rows(x, count, 16) if job.offs is None else None
+    joined = row_source.long_rows(x, count, 16) if job.offs is None else None
     if joined is not None:
-        return by_rows.measure(by_rows.as_rows(joined, 16), job.amax_shape, None, None)
-    rows = by_rows.as_rows(by_rows.as_matrix(x), 16)
+        return by_rows.measure(row_source.as_rows(joined, 16), job.amax_shape, None, None)
+    rows = row_source.as_rows(row_source.as_matrix(x), 16)
     return by_rows.measure(rows, job.amax_shape, _row_group(job, x.device), job.offs)
 
 
@@ -167,7 +168,7 @@ def _eden(job: Job, x: Tensor) -> tuple[Tensor, ...]:
     group = None
     if job.axis == -1 and job.outer != "tensor":
         group = _row_group(job, x.device)
-        rows = by_rows.as_rows(by_rows.as_matrix(x), 16)
+        rows = row_source.as_rows(row_source.as_matrix(x), 16)
         amax = by_rows.measure(rows, job.amax_shape, group, job.offs)
     else:
         amax = _column_amax(job, x)

@@ -9,7 +9,8 @@ from nybble.kernels.cuda import gather as gather_kernel
 from nybble.kernels.cuda import groups as group_kernel
 from nybble.kernels.cuda import launch_decode, launch_rows
 from nybble.kernels.cuda.jit import cdiv, use_asm
-from nybble.kernels.cuda.launch_rows import Draw, Gated, Rows, pow2
+from nybble.kernels.cuda.launch_rows import Draw, pow2
+from nybble.kernels.cuda.row_source import Gated, Rows
 
 ROW_LIMIT = 1 << 16
 """Features of a row that one program goes through."""

@@ -7,7 +7,7 @@ from nybble.formats import blocks, checks
 from nybble.formats.table import Format
 from nybble.kernels.cuda import launch_rows as by_rows
 from nybble.kernels.cuda import messages as kernel
-from nybble.kernels.cuda import reasons
+from nybble.kernels.cuda import reasons, row_source
 from nybble.kernels.cuda import rows as row_kernel
 from nybble.kernels.cuda.jit import cdiv, use_asm
 
@@ -58,9 +58,9 @@ def pack(
     if fmt.two_level:
         message[:, scales + 4 :].zero_()
         amax = message.view(torch.float32)[:, scales // 4 :]
-    unit = by_rows.unit_of(fmt)
+    unit = row_source.unit_of(fmt)
     by_rows.quantize_rows(
-        by_rows.as_rows(x.detach(), unit),
+        row_source.as_rows(x.detach(), unit),
         fmt,
         row_kernel.OUTER_ROW.value if fmt.two_level else row_kernel.OUTER_NONE.value,
         amax,

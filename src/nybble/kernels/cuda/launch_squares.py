@@ -7,7 +7,8 @@ from nybble.formats import blocks
 from nybble.formats.table import Format
 from nybble.kernels.cuda import squares as square_kernel
 from nybble.kernels.cuda.jit import cdiv, use_asm
-from nybble.kernels.cuda.launch_rows import SCALES, Draw, Rows, as_rows
+from nybble.kernels.cuda.launch_rows import SCALES, Draw
+from nybble.kernels.cuda.row_source import Rows, as_rows
 
 
 def quantize_squares(

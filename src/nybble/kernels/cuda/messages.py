@@ -7,8 +7,8 @@ import triton.language as tl
 
 from nybble.kernels.cuda import scales as rule
 from nybble.kernels.cuda.decode import eight_values
-from nybble.kernels.cuda.rows import flat, of_row
 from nybble.kernels.cuda.stores import store_values
+from nybble.kernels.cuda.units import flat, of_row
 
 
 @triton.jit(do_not_specialize=["count", "words", "row_units", "row_bytes", "scale_start", "amax_start"])

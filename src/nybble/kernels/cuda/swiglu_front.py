@@ -13,8 +13,9 @@ from nybble.kernels.cuda import launch_experts as launch
 from nybble.kernels.cuda import launch_swiglu as by_gates
 from nybble.kernels.cuda.experts_front import BLOCK_TOKENS, gradient_both
 from nybble.kernels.cuda.launch_columns import too_many
-from nybble.kernels.cuda.launch_rows import Draw, Gated
+from nybble.kernels.cuda.launch_rows import Draw
 from nybble.kernels.cuda.launch_swiglu import Gates
+from nybble.kernels.cuda.row_source import Gated
 
 COUNT = len(Gates._fields)
 
