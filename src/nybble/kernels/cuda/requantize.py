@@ -13,6 +13,7 @@ import triton.language as tl
 
 from nybble.kernels.cuda import scales as rule
 from nybble.kernels.cuda import usual_blocks as usual
+from nybble.kernels.cuda import usual_results as results
 from nybble.kernels.cuda.draws import load_key, philox
 from nybble.kernels.cuda.finish_columns import column_words, store_tokens, words_or_nan
 from nybble.kernels.cuda.nvfp4 import nvfp4_factor
@@ -112,14 +113,14 @@ def requantize_columns(
             if VALUES:
                 line: tl.constexpr = COLUMNS // 2
                 at = values_ptr + (row * line + left // 2) + (first * line + own // 2)[:, None]
-                factors = usual.value_factors(pairs)
+                factors = results.value_factors(pairs)
                 for i in tl.static_range(8):
-                    v = usual.bf16_values(s, 8 * i, words[i], factors, ASM)
+                    v = results.bf16_values(s, 8 * i, words[i], factors, ASM)
                     tl.store(at + (tl.arange(0, 4)[None, :] + i * line), v, mask=inside[:, None])
             else:
-                out = usual.code_words(s, words, ASM)
+                out = results.code_words(s, words, ASM)
                 store_codes(
-                    codes_ptr, scales_ptr, out, usual.scale_bytes(pairs), left, own, first, block, blocks,
+                    codes_ptr, scales_ptr, out, results.scale_bytes(pairs), left, own, first, block, blocks,
                     inside, COLUMNS,
                 )  # fmt: skip
     if (quick == 0) & ((count > 0) if VALUES else (block < blocks)):
