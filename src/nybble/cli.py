@@ -106,13 +106,26 @@ def usage() -> str:
 
 
 def _is_users(error: Exception) -> bool:
-    """Whether the user can mend it: a problem that Nybble names, or one of the file system."""
+    """Whether the user can mend it: a problem that Nybble names, of the file system, or of memory."""
     from nybble.errors import NybbleError
 
-    return isinstance(error, NybbleError | OSError)
+    return isinstance(error, NybbleError | OSError) or _ended_memory(error)
+
+
+def _ended_memory(error: Exception) -> bool:
+    """Whether a device or the machine has no memory left, which torch says in words of its own."""
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(error, torch.OutOfMemoryError):
+        return True
+    return isinstance(error, MemoryError) or "can't allocate memory" in str(error)
 
 
 def _sentence(error: Exception) -> str:
+    if _ended_memory(error):
+        told = " ".join(str(error).split())[:200] or type(error).__name__
+        return (
+            f"out of memory: {told}; take a smaller model, fewer tokens at once, or a device with more memory"
+        )
     if isinstance(error, OSError) and error.strerror:
         where = f"{error.filename}: " if error.filename else ""
         return where + error.strerror

@@ -9,12 +9,15 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import nybble.models  # noqa: F401 - here, so that what other packages print at import is in no test's output
 from nybble import cli, together
 from nybble.errors import NybbleError
 from nybble.pretrain.config import PretrainConfig
 from nybble.pretrain.configfile import dump_run
+
+LESS_MEMORY = "take a smaller model, fewer tokens at once, or a device with more memory"
 
 
 def fails(capsys: pytest.CaptureFixture[str], words: str, status: int = 1) -> str:
@@ -126,6 +129,17 @@ def test_unknown_verbs_and_flags_have_status_2(capsys: pytest.CaptureFixture[str
             "error: runs/x: No space left on device\n",
         ),
         (KeyboardInterrupt(), 130, "error: interrupted\n"),
+        (
+            torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+            1,
+            f"error: out of memory: CUDA out of memory. Tried to allocate 2.00 GiB.; {LESS_MEMORY}\n",
+        ),
+        (
+            RuntimeError("DefaultCPUAllocator: can't allocate memory"),
+            1,
+            f"error: out of memory: DefaultCPUAllocator: can't allocate memory; {LESS_MEMORY}\n",
+        ),
+        (MemoryError(), 1, f"error: out of memory: MemoryError; {LESS_MEMORY}\n"),
     ],
 )
 def test_errors_of_a_verb_become_one_line(

@@ -15,7 +15,7 @@ import torch
 
 Call = Callable[[], object]
 REPLAY_MS, MOST_CALLS = 1.0, 20
-"""A graph holds as many calls as take about so long, so that what a launch costs does not count."""
+"""A graph holds as many calls as take about so long, so that what a launch costs hardly counts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,14 +58,14 @@ def timed(call: Call, device: torch.device, capture: bool = True) -> Timed:
     graph = _captured(call, 1)
     if graph is None:
         return single
-    ms = Timed(launch=graph, calls=1, device=device).once()
-    calls = min(max(math.ceil(REPLAY_MS / ms), 1), MOST_CALLS)
+    one = Timed(launch=graph, calls=1, device=device)
+    calls = min(max(math.ceil(REPLAY_MS / one.once()), 1), MOST_CALLS)
     many = _captured(call, calls)
-    return single if many is None else Timed(launch=many, calls=calls, device=device)
+    return one if many is None else Timed(launch=many, calls=calls, device=device)
 
 
 def in_turns(calls: Sequence[Timed], seconds: float = 0.2) -> list[float]:
-    """The median milliseconds of each, launched one after the other for about `seconds` each."""
+    """The median milliseconds of each, launched one after the other until all took `seconds` in the mean."""
     times: list[list[float]] = [[] for _ in calls]
     spent, rounds = 0.0, 0
     while rounds < 5 or (spent < seconds * len(calls) * 1e3 and rounds < 200):

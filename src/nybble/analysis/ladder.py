@@ -6,6 +6,7 @@ known before rounding starts), outputs once. A product counts 2 M N K.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,7 @@ from torch import Tensor
 
 import nybble.kernels  # noqa: F401  (registers the fast kernels)
 from nybble.analysis import clock
-from nybble.analysis.clock import Call
+from nybble.analysis.clock import Call, Timed
 from nybble.analysis.peers import torchao_calls
 from nybble.formats import ops, philox
 from nybble.kernels import fused, hopper, streamed
@@ -37,6 +38,8 @@ class Rung:
     """The call of torchao that does the same."""
     bf16: str = ""
     """The rung that does the same in BF16."""
+    compared: bool = False
+    """Whether it is that of others."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,26 +79,31 @@ def climb(
     device: torch.device, rows: int, cols: int, experts: int, tell: Callable[[Measured], None]
 ) -> list[Measured]:
     """Measure every rung on [rows, cols] and tell of each as it is done."""
-    copy, matrix = clock.copy(device), clock.matrix(device)
+    ceilings = {True: clock.copy(device), False: clock.matrix(device)}
     x = torch.randn(rows, cols, device=device, dtype=torch.bfloat16)
     peers = torchao_calls(x)
-    peer_ms: dict[str, float] = {}
-    done: dict[str, Measured] = {}
-    for rung in (*quantisers(x, experts), *products(device, rows, cols, experts)):
-        ceiling = copy if rung.bytes else matrix
-        ms, ceiling_ms = clock.in_turns([clock.timed(rung.call, device), ceiling.timed])
-        if rung.peer in peers and rung.peer not in peer_ms:
-            peer_ms[rung.peer] = clock.in_turns([clock.timed(peers[rung.peer], device)])[0]
+    compared: dict[str, Timed] = {}
+    done: list[Measured] = []
+    for rung in itertools.chain(quantisers(x, experts), products(device, rows, cols, experts)):
+        ceiling = ceilings[rung.bytes > 0]
+        own = clock.timed(rung.call, device)
+        if rung.peer in peers and rung.peer not in compared:
+            compared[rung.peer] = clock.timed(peers[rung.peer], device)
+        others = {name: compared[name] for name in (rung.bf16, rung.peer) if name in compared}
+        ms, ceiling_ms, *rest = clock.in_turns([own, ceiling.timed, *others.values()])
+        ratios = {name: ms / other for name, other in zip(others, rest, strict=True)}
         measured = Measured(
             rung=rung,
             ms=ms,
             share=(rung.bytes or rung.operations) / ms / (ceiling.work / ceiling_ms),
-            to_bf16=ms / done[rung.bf16].ms if rung.bf16 else None,
-            to_torchao=ms / peer_ms[rung.peer] if rung.peer in peer_ms else None,
+            to_bf16=ratios.get(rung.bf16),
+            to_torchao=ratios.get(rung.peer),
         )
-        done[rung.name] = measured
+        if rung.compared:
+            compared[rung.name] = own
+        done.append(measured)
         tell(measured)
-    return list(done.values())
+    return done
 
 
 def quantisers(x: Tensor, experts: int) -> Iterator[Rung]:
@@ -108,7 +116,7 @@ def quantisers(x: Tensor, experts: int) -> Iterator[Rung]:
     offs = torch.linspace(0, rows, experts + 1, device=x.device)[1:].round().to(torch.int32)
     q, fake = ops.quantize, ops.fake_quantize
     target, copy = torch.empty_like(x), "bf16 copy"
-    yield Rung(name=copy, bytes=4 * n, call=lambda: target.copy_(x))
+    yield Rung(name=copy, bytes=4 * n, call=lambda: target.copy_(x), compared=True)
 
     def rung(name: str, bytes_a_value: float, call: Call, peer: str = "") -> Rung:
         return Rung(name=name, bytes=bytes_a_value * n, call=call, peer=peer, bf16=copy)
@@ -210,7 +218,8 @@ def grouped_products(device: torch.device, each: int, width: int, experts: int) 
     grouped = torch.nn.functional.grouped_mm
 
     def rung(name: str, call: Call, bf16: str = "") -> Rung:
-        return Rung(name=name, operations=2.0 * tokens * width * width, call=call, bf16=bf16)
+        work = 2.0 * tokens * width * width
+        return Rung(name=name, operations=work, call=call, bf16=bf16, compared=not bf16)
 
     yield rung(rows_name, lambda: grouped(a, w.transpose(1, 2), offs=ends))
     yield rung(groups_name, lambda: grouped(a.t(), a, offs=ends))

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from transformers.utils import logging
 
 from nybble import together
+from nybble.checkpoints.dialects import detect
 from nybble.checkpoints.header import read_json
 from nybble.checkpoints.manifest import NAME, read_manifest, verify
 from nybble.checkpoints.safetensors_io import Folder
@@ -108,7 +109,7 @@ def load_model(path: Path, recipe: str = "", device: torch.device | None = None)
     """
     folder = find_model(path)
     own, config = folder / "recipe.toml", read_json(folder / "config.json")
-    if "quantization_config" in config:
+    if "quantization_config" in config or _is_packed(folder):
         raise CheckpointError(
             f"{folder} holds quantised weights for serving programs; bring them back with "
             f"nybble import {folder} --out NEW, and name NEW"
@@ -128,6 +129,11 @@ def load_model(path: Path, recipe: str = "", device: torch.device | None = None)
     model.to(device or torch.device("cpu"))
     report = convert(model, chosen)
     return TrainedModel(model=model.eval(), tokenizer=tokenizer, recipe=chosen, report=report)
+
+
+def _is_packed(folder: Path) -> bool:
+    """Whether its files hold codes; some dialects say so in no config."""
+    return any(folder.glob("*.safetensors")) and detect(Folder.open(folder)) is not None
 
 
 def _from_pretrained(kind: Family, folder: Path) -> CausalLM:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -38,6 +39,8 @@ class BenchConfig:
                 raise ConfigError(f"{name} is {value}; it must be a multiple of 64")
         if self.experts < 1:
             raise ConfigError(f"experts is {self.experts}; it must be at least 1")
+        if self.json is not None and (self.json.is_dir() or not os.access(self.json.parent, os.W_OK)):
+            raise ConfigError(f"json is {self.json}; name a file in a folder that can be written to")
 
 
 def main(arguments: list[str]) -> int:

@@ -12,10 +12,12 @@ from torch import nn
 import nybble
 from nybble.checkpoints.dialects import WRITABLE
 from nybble.checkpoints.export import ExportConfig, export
+from nybble.checkpoints.hub import load_model
 from nybble.checkpoints.load import ImportConfig, import_
 from nybble.checkpoints.packed import encode
 from nybble.checkpoints.quantize import QuantizeConfig, quantize_model
 from nybble.checkpoints.safetensors_io import Folder
+from nybble.errors import CheckpointError
 from nybble.layers import convert
 
 ct = pytest.importorskip("compressed_tensors", reason="compressed-tensors is a development extra")
@@ -194,6 +196,22 @@ def test_imported_folder_loads_in_stock_transformers(tmp_path: Path, format: str
     torch.testing.assert_close(
         logits(load(tmp_path / "back")), expected, rtol=0, atol=2e-5 * float(expected.abs().max())
     )
+
+
+@pytest.mark.parametrize("format", list(WRITABLE))
+def test_commands_that_run_a_model_say_how_to_bring_codes_back(tmp_path: Path, format: str) -> None:
+    tiny("inkling2").save_pretrained(tmp_path / "model")
+    export(
+        ExportConfig(
+            checkpoint=tmp_path / "model",
+            out=tmp_path / "out",
+            format=format,
+            recipe="inkling",
+            progress=False,
+        )
+    )
+    with pytest.raises(CheckpointError, match=f"nybble import {tmp_path}/out --out NEW"):
+        load_model(tmp_path / "out", recipe="inkling")
 
 
 def bf16_steps(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
