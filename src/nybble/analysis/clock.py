@@ -60,7 +60,7 @@ def timed(call: Call, device: torch.device, capture: bool = True) -> Timed:
         return single
     one = Timed(launch=graph, calls=1, device=device)
     calls = min(max(math.ceil(REPLAY_MS / one.once()), 1), MOST_CALLS)
-    many = _captured(call, calls)
+    many = _captured(call, calls) if calls > 1 else None
     return one if many is None else Timed(launch=many, calls=calls, device=device)
 
 

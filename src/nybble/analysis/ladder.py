@@ -37,9 +37,7 @@ class Rung:
     peer: str = ""
     """The call of torchao that does the same."""
     bf16: str = ""
-    """The rung that does the same in BF16."""
-    compared: bool = False
-    """Whether it is that of others."""
+    """The rung that does the same in BF16; none for those of BF16 themselves."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,13 +77,13 @@ def climb(
     device: torch.device, rows: int, cols: int, experts: int, tell: Callable[[Measured], None]
 ) -> list[Measured]:
     """Measure every rung on [rows, cols] and tell of each as it is done."""
-    ceilings = {True: clock.copy(device), False: clock.matrix(device)}
+    copy, matrix = clock.copy(device), clock.matrix(device)
     x = torch.randn(rows, cols, device=device, dtype=torch.bfloat16)
     peers = torchao_calls(x)
     compared: dict[str, Timed] = {}
     done: list[Measured] = []
     for rung in itertools.chain(quantisers(x, experts), products(device, rows, cols, experts)):
-        ceiling = ceilings[rung.bytes > 0]
+        ceiling = copy if rung.bytes else matrix
         own = clock.timed(rung.call, device)
         if rung.peer in peers and rung.peer not in compared:
             compared[rung.peer] = clock.timed(peers[rung.peer], device)
@@ -99,7 +97,7 @@ def climb(
             to_bf16=ratios.get(rung.bf16),
             to_torchao=ratios.get(rung.peer),
         )
-        if rung.compared:
+        if not rung.bf16:
             compared[rung.name] = own
         done.append(measured)
         tell(measured)
@@ -116,7 +114,7 @@ def quantisers(x: Tensor, experts: int) -> Iterator[Rung]:
     offs = torch.linspace(0, rows, experts + 1, device=x.device)[1:].round().to(torch.int32)
     q, fake = ops.quantize, ops.fake_quantize
     target, copy = torch.empty_like(x), "bf16 copy"
-    yield Rung(name=copy, bytes=4 * n, call=lambda: target.copy_(x), compared=True)
+    yield Rung(name=copy, bytes=4 * n, call=lambda: target.copy_(x))
 
     def rung(name: str, bytes_a_value: float, call: Call, peer: str = "") -> Rung:
         return Rung(name=name, bytes=bytes_a_value * n, call=call, peer=peer, bf16=copy)
@@ -218,8 +216,7 @@ def grouped_products(device: torch.device, each: int, width: int, experts: int) 
     grouped = torch.nn.functional.grouped_mm
 
     def rung(name: str, call: Call, bf16: str = "") -> Rung:
-        work = 2.0 * tokens * width * width
-        return Rung(name=name, operations=work, call=call, bf16=bf16, compared=not bf16)
+        return Rung(name=name, operations=2.0 * tokens * width * width, call=call, bf16=bf16)
 
     yield rung(rows_name, lambda: grouped(a, w.transpose(1, 2), offs=ends))
     yield rung(groups_name, lambda: grouped(a.t(), a, offs=ends))

@@ -109,7 +109,10 @@ def load_model(path: Path, recipe: str = "", device: torch.device | None = None)
     """
     folder = find_model(path)
     own, config = folder / "recipe.toml", read_json(folder / "config.json")
-    if "quantization_config" in config or _is_packed(folder):
+    packed = "quantization_config" in config
+    if not packed and any(folder.glob("*.safetensors")):  # whose headers and index must be sound
+        packed = detect(Folder.open(folder)) is not None
+    if packed:
         raise CheckpointError(
             f"{folder} holds quantised weights for serving programs; bring them back with "
             f"nybble import {folder} --out NEW, and name NEW"
@@ -131,14 +134,7 @@ def load_model(path: Path, recipe: str = "", device: torch.device | None = None)
     return TrainedModel(model=model.eval(), tokenizer=tokenizer, recipe=chosen, report=report)
 
 
-def _is_packed(folder: Path) -> bool:
-    """Whether its files hold codes; some dialects say so in no config."""
-    return any(folder.glob("*.safetensors")) and detect(Folder.open(folder)) is not None
-
-
 def _from_pretrained(kind: Family, folder: Path) -> CausalLM:
-    if any(folder.glob("*.safetensors")):
-        Folder.open(folder)  # whose headers and index must be sound
     try:
         with _quiet():
             model, info = kind.model_class.from_pretrained(

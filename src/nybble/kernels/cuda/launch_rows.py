@@ -1,4 +1,4 @@
-"""Launches of `rows.py` and `amax.py`: layouts brought to rows, tiles chosen."""
+"""Launches of `rows.py` and `amax.py`, their tiles chosen."""
 
 from dataclasses import dataclass
 
